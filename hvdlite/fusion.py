@@ -1,0 +1,118 @@
+"""Fusion: which ready tensors travel together. Pure functions of agreed requests.
+
+A Bucket is the unit of execution. Tensors of one request (a group, an optimizer's bucket) are laid out from
+that request alone, so their result never depends on what else was ready. Free-standing requests of one
+tensor that are ready in the same cycle fuse greedily in slot order, up to the threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from hvdlite.message import Collective, Request
+
+#: Bytes from which a tensor is exchanged where it lies instead of being packed. Chosen near where copying a
+#: tensor twice costs as much as one more collective over shared memory; see tools/bench_runtime.py.
+DIRECT_BYTES = 32 * 1024
+
+#: Every packed tensor starts at a multiple of this many bytes, so that no dtype is misaligned.
+ALIGNMENT_BYTES = 64
+
+ITEM_BYTES = {
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int16": 2, "int32": 4,
+    "int64": 8, "bool": 1,
+}
+
+
+class Segment(NamedTuple):
+    """One tensor's place in a bucket: tensor ``index`` of ``slot``'s request, from ``offset_bytes``."""
+
+    slot: int
+    index: int
+    offset_bytes: int
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors with equal collective, dtype, op and scales, executed as one operation.
+
+    ``request`` stands for all of them: read its collective, op, scales, device and process set.
+    ``num_bytes`` counts the packed layout, alignment included.
+    """
+
+    request: Request
+    dtype: str
+    segments: tuple[Segment, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one cycle does, in order. ``slots`` complete after ``buckets`` have run."""
+
+    buckets: tuple[Bucket, ...]
+    slots: tuple[int, ...]
+
+
+def num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of a tensor in bytes."""
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
+def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) -> Plan:
+    """Lay out agreed requests, given in slot order, as buckets.
+
+    Buckets come in the order of their first tensor; a bucket is closed by the threshold or the end.
+    """
+    open_buckets: dict[tuple[object, ...], list[tuple[int, int, int, Request]]] = {}
+    filled: dict[tuple[object, ...], int] = {}
+    closed: list[tuple[Request, str, list[tuple[int, int, int, Request]]]] = []
+    slots = []
+    for slot, request in requests:
+        slots.append(slot)
+        if request.key.collective != Collective.ALLREDUCE.value:
+            closed.append((request, "", [(slot, 0, 0, request)]))
+            continue
+        for index, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
+            size = num_bytes(dtype, shape)
+            item = (slot, index, size, request)
+            if size >= min(DIRECT_BYTES, threshold_bytes + 1):
+                closed.append((request, dtype, [item]))
+                continue
+            kind = _fusion_kind(slot, request, dtype)
+            if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes:
+                del open_buckets[kind]
+            if kind not in open_buckets:
+                open_buckets[kind] = []
+                filled[kind] = 0
+                closed.append((request, dtype, open_buckets[kind]))
+            open_buckets[kind].append(item)
+            filled[kind] += _aligned(size)
+    return Plan(tuple(_bucket(*one) for one in closed), tuple(slots))
+
+
+def _fusion_kind(slot: int, request: Request, dtype: str) -> tuple[object, ...]:
+    """Tensors of equal kind may share a bucket; those of a group only with one another."""
+    group = -1 if len(request.shapes) == 1 else slot
+    return (group, dtype, request.key.process_set_id, request.op, request.prescale, request.postscale,
+            request.device, request.compressor)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _bucket(request: Request, dtype: str, items: list[tuple[int, int, int, Request]]) -> Bucket:
+    if not dtype:
+        return Bucket(request, request.dtypes[0] if request.dtypes else "", (Segment(items[0][0], 0, 0, 0),), 0)
+    segments = []
+    offset = 0
+    for slot, index, size, owner in items:
+        segments.append(Segment(slot, index, offset, prod(owner.shapes[index])))
+        offset += _aligned(size)
+    # A tensor alone is exchanged where it lies: no padding.
+    return Bucket(request, dtype, tuple(segments), items[0][2] if len(items) == 1 else offset)

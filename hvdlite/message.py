@@ -1,0 +1,98 @@
+"""What ranks tell each other: Request ("ready here") and Agreement (what rank 0 answers).
+
+Wire format: named tuples of plain Python values, pickled. They are tuples, not dataclasses, because every
+cycle compares and hashes them, and tuples do both in C.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+
+class ReduceOp(IntEnum):
+    """How values are combined. The codes are Horovod's."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+class Collective(str, Enum):
+    """The kinds of collective operation."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
+    BARRIER = "barrier"
+
+
+#: Collectives whose first dimensions may differ between ranks and between calls: a Request writes -1 there.
+RAGGED = frozenset((Collective.ALLGATHER.value, Collective.ALLTOALL.value))
+
+#: Written instead of a first dimension that is exchanged with the data.
+ANY_LENGTH = -1
+
+
+class Key(NamedTuple):
+    """What identifies an operation on every rank: one may be in flight per key and rank."""
+
+    process_set_id: int
+    collective: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.collective} {self.name!r}"
+
+
+class Request(NamedTuple):
+    """One rank's call, as far as the ranks must agree on it.
+
+    *Shapes*: one entry per tensor of the call in ``dtypes`` and ``shapes``; a group is one Request.
+    *Units*: ``root_rank`` is a global rank, -1 where there is no root.
+    """
+
+    key: Key
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    op: int = ReduceOp.Sum.value
+    root_rank: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    device: str = "cpu"
+    compressor: str = "none"
+
+
+class Report(NamedTuple):
+    """All that one rank has pending, and how long each has waited, in seconds."""
+
+    requests: tuple[Request, ...]
+    waited_s: tuple[float, ...]
+
+
+class Agreement(NamedTuple):
+    """What rank 0 made of all reports; every rank applies it to its slots in this order.
+
+    ``evicted``: slots given up. ``assigned``: (slot, request) pairs, request None while the ranks that
+    submitted so far disagree. ``errors``: (key, message) of operations that fail on every rank. ``ready``:
+    slots that every rank submitted alike. ``fatal``: why the job must end, or empty.
+    """
+
+    evicted: tuple[int, ...]
+    assigned: tuple[tuple[int, Request | None, Key], ...]
+    errors: tuple[tuple[Key, str], ...]
+    ready: tuple[int, ...]
+    fatal: str
+
+
+class Farewell(NamedTuple):
+    """Why a rank leaves: ``failed`` is False for a plain shutdown; ``reason`` is for people."""
+
+    leaving: bool
+    failed: bool
+    reason: str

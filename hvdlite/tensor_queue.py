@@ -1,0 +1,109 @@
+"""TensorQueue: the way down, from user threads to the background thread, and who is in flight.
+
+*Threads*: ``add`` from any thread; ``drain``, ``wait`` and ``release`` from the background thread.
+*Guarantees*: a key is in flight at most once on this rank; entries are drained in the order they were added;
+after ``close`` every further ``add`` raises, and what was added before is still drained, so nothing is lost
+at shutdown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hvdlite.errors import DuplicateNameError
+from hvdlite.handle import Handle
+from hvdlite.message import Key, Request
+
+
+@dataclass(slots=True, eq=False)
+class TensorEntry:
+    """One submitted call: its request, the memory it reads and writes, and its handle.
+
+    ``inputs`` and ``outputs``: one Buffer per tensor (see adapters); an in-place tensor is the same Buffer in
+    both. ``outputs`` is empty where sizes are only known later; then ``allocate`` makes the result.
+    ``result`` turns the finished entry into what ``Handle.wait`` returns.
+    """
+
+    request: Request
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    handle: Handle
+    result: Callable[[TensorEntry], Any]
+    allocate: Callable[[int, tuple[int, ...]], Any] | None = None
+    splits: tuple[int, ...] = ()
+    received_splits: tuple[int, ...] = ()
+    submitted_ns: int = 0
+    reported_ns: int = 0
+
+
+class TensorQueue:
+    """Entries on their way to the background thread."""
+
+    def __init__(self) -> None:
+        # deque.append and popleft are atomic, so draining needs no lock.
+        self._waiting: deque[TensorEntry] = deque()
+        # Guards _in_flight and _closed_by together, so that an entry is refused or drained, never in between.
+        self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
+        self._in_flight: set[Key] = set()
+        self._closed_by: Callable[[], BaseException] | None = None
+        # Held while there is nothing to wake up for; released to wake the background thread.
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def add(self, entry: TensorEntry, *, wait_for_name: bool = False) -> None:
+        """Queue an entry; with ``wait_for_name`` block until its name is free instead of refusing it.
+
+        Raises: DuplicateNameError; the closing error after ``close``.
+        """
+        key = entry.request.key
+        with self._lock:
+            while wait_for_name and key in self._in_flight and self._closed_by is None:
+                self._released.wait()
+            if self._closed_by is not None:
+                raise self._closed_by()
+            if key in self._in_flight:
+                raise DuplicateNameError(
+                    f"{key}: this name is already in flight on this rank: "
+                    "wait for the first call to finish, or give the second one another name")
+            self._in_flight.add(key)
+            self._waiting.append(entry)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the background thread look at the queue now. Any thread."""
+        try:
+            self._wake.release()
+        except RuntimeError:
+            pass  # released already: it is about to look anyway
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until woken or until ``timeout_s`` has passed; tell whether something may be queued."""
+        return self._wake.acquire(timeout=timeout_s) or bool(self._waiting)
+
+    def drain(self) -> list[TensorEntry]:
+        """Take everything queued, in order."""
+        entries = []
+        while self._waiting:
+            entries.append(self._waiting.popleft())
+        return entries
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def release(self, key: Key) -> None:
+        """Say that ``key`` is no longer in flight; call before its handle completes, so that a waiter may
+        use the name again at once."""
+        with self._lock:
+            self._in_flight.discard(key)
+            self._released.notify_all()
+
+    def close(self, error: Callable[[], BaseException]) -> None:
+        """Refuse all further entries with ``error()``, a new exception each time."""
+        with self._lock:
+            self._closed_by = error
+            self._released.notify_all()
