@@ -1,0 +1,48 @@
+"""ControlPlane: the few small collectives that negotiation needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank stands. ``local`` counts the ranks of one host, ``cross`` the hosts at one local rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+
+class ControlPlane(Protocol):
+    """Small collectives over all ranks, issued by the background thread in the same order everywhere.
+
+    *Guarantees*: a wait for other ranks uses (nearly) no CPU time; nothing but the transport's own failure
+    is raised, as TransportError. ``num_collectives`` counts what was issued.
+    """
+
+    topology: Topology
+    num_collectives: int
+
+    def agree(self, words: np.ndarray, on_wait: Callable[[], None]) -> np.ndarray:
+        """Combine ``words`` (int64, equal length everywhere) of all ranks by bitwise AND.
+
+        ``on_wait`` is called now and then while other ranks are awaited; what it raises ends the wait.
+        """
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Collect one value per rank at rank 0; None elsewhere."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Hand rank 0's value to every rank."""
+
+    def close(self) -> None:
+        """Give up the plane's resources; every rank closes it in the same cycle."""

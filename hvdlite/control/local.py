@@ -1,0 +1,86 @@
+"""Ranks that are threads of one process: for size 1, and for tests of everything above the transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdlite.control.base import Topology
+from hvdlite.errors import TransportError
+
+
+class LocalGroup:
+    """A meeting point for ``size`` threads.
+
+    *Threads*: one per rank. Each call of ``exchange`` on one rank meets the same-numbered call on the others.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        # Guards everything below; notified when a round is full and when the group is broken.
+        self._changed = threading.Condition()
+        self._round = [0] * size
+        self._values: dict[int, list[Any]] = {}
+        self._filled: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
+        self._broken = ""
+
+    def exchange(self, rank: int, value: Any, on_wait: Callable[[], None] | None = None) -> list[Any]:
+        """Give ``value``, wait for the other ranks, return all values in rank order."""
+        if self.size == 1:
+            return [value]
+        with self._changed:
+            number = self._round[rank]
+            self._round[rank] += 1
+            values = self._values.setdefault(number, [None] * self.size)
+            values[rank] = value
+            self._filled[number] = self._filled.get(number, 0) + 1
+            if self._filled[number] == self.size:
+                self._changed.notify_all()
+            while self._filled[number] < self.size and not self._broken:
+                self._changed.wait(0.05 if on_wait else None)
+                if on_wait:
+                    on_wait()
+            if self._broken:
+                raise TransportError(f"local group: {self._broken}: start the ranks again")
+            self._taken[number] = self._taken.get(number, 0) + 1
+            if self._taken[number] == self.size:
+                for table in (self._values, self._filled, self._taken):
+                    del table[number]
+            return values
+
+    def abort(self, reason: str) -> None:
+        """Make every present and future ``exchange`` raise."""
+        with self._changed:
+            self._broken = self._broken or reason
+            self._changed.notify_all()
+
+
+class LocalControl:
+    """The control plane of one rank in a LocalGroup."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        size = group.size
+        self.topology = Topology(rank, size, rank, size, 0, 1, True)
+        self.num_collectives = 0
+        self._group = group
+
+    def agree(self, words: np.ndarray, on_wait: Callable[[], None]) -> np.ndarray:
+        self.num_collectives += 1
+        all_words = self._group.exchange(self.topology.rank, words.copy(), on_wait)
+        return np.bitwise_and.reduce(all_words)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        self.num_collectives += 1
+        values = self._group.exchange(self.topology.rank, value)
+        return list(values) if self.topology.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        self.num_collectives += 1
+        return self._group.exchange(self.topology.rank, value)[0]
+
+    def close(self) -> None:
+        pass
