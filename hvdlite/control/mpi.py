@@ -7,36 +7,18 @@ non-blocking test with back-off, so that a late peer costs no core.
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from hvdlite.backoff import complete
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
-
-#: Tests before the first sleep. Measured: two ranks that are both there meet within this (under 100 us).
-_EAGER_TESTS = 100
-_FIRST_SLEEP_S = 50e-6
-_LONGEST_SLEEP_S = 1e-3
 
 #: Bytes of the first message of gather and broadcast; what does not fit follows in a second one.
 _FRAME_BYTES = 2048
 _HEADER_BYTES = 8
-
-
-def complete(request: Any, on_wait: Callable[[], None] | None = None, longest_sleep_s: float = _LONGEST_SLEEP_S) -> None:
-    """Wait for an MPI request without spinning: a burst of tests, then sleeps that grow."""
-    for _ in range(_EAGER_TESTS):
-        if request.Test():
-            return
-    sleep_s = _FIRST_SLEEP_S
-    while not request.Test():
-        time.sleep(sleep_s)
-        sleep_s = min(longest_sleep_s, sleep_s * 1.2)
-        if on_wait:
-            on_wait()
 
 
 class MpiControl:

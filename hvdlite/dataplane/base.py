@@ -1,0 +1,62 @@
+"""DataPlane: collectives on flat arrays, within one process set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from hvdlite.message import ReduceOp
+
+
+class DataPlane(Protocol):
+    """Collectives among the ranks of one process set; ``rank`` and ``size`` count inside the set.
+
+    *Shapes*: all arrays are 1-D, contiguous NumPy arrays; counts are in elements, in rank order.
+    *Threads*: the background thread only, in plan order on every rank.
+    *Guarantees*: outputs are bitwise equal on all ranks; Average is not known here (it is Sum and a scale).
+    *Raises*: TransportError.
+    """
+
+    rank: int
+    size: int
+
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        """Combine ``source`` of all ranks into ``target``, which may be ``source`` itself. No 16-bit floats."""
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int], op: ReduceOp) -> None:
+        """Combine as allreduce, keep only this rank's piece, of ``counts[rank]`` elements. No 16-bit floats."""
+
+    def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
+        """Concatenate every rank's ``source`` (``counts[r]`` elements) in rank order."""
+
+    def alltoall(self, source: np.ndarray, target: np.ndarray, counts: np.ndarray) -> None:
+        """Send ``counts[i, j]`` elements from rank i to rank j; ``counts`` is (size, size), equal everywhere."""
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Overwrite ``buffer`` with that of rank ``root`` of the set."""
+
+    def exchange_sizes(self, values: Sequence[int]) -> np.ndarray:
+        """Give equally many integers on every rank; return them all, shape (size, len(values)), int64."""
+
+    def barrier(self) -> None:
+        """Return once every rank of the set is here."""
+
+    def close(self) -> None:
+        """Give up the plane's resources; every rank of the set closes it in the same cycle."""
+
+
+def offsets(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Where each rank's piece begins, and the total as the last one. *Shapes*: (n,) to (n + 1,)."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def even_counts(total: int, parts: int) -> list[int]:
+    """Cut ``total`` into ``parts``; the first ``total % parts`` get one more."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """View an array as unsigned integers of equal size: any dtype can be moved as such."""
+    return array.view(f"u{array.dtype.itemsize}")

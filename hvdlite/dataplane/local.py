@@ -1,0 +1,71 @@
+"""The data plane of ranks that are threads of one process (and of size 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdlite.control.local import LocalGroup
+from hvdlite.dataplane.base import offsets
+from hvdlite.message import ReduceOp
+
+_UFUNCS = {ReduceOp.Sum: np.add, ReduceOp.Min: np.minimum, ReduceOp.Max: np.maximum, ReduceOp.Product: np.multiply}
+
+
+class LocalPlane:
+    """Collectives by reading one another's arrays, between two meetings of all threads."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self.rank = rank
+        self.size = group.size
+        self._group = group
+
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        if self.size == 1:
+            _copy(source, target)
+            return
+        self._combine(source, target, slice(0, len(source)), op)
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int], op: ReduceOp) -> None:
+        begin = offsets(counts)
+        self._combine(source, target, slice(begin[self.rank], begin[self.rank + 1]), op)
+
+    def _combine(self, source: np.ndarray, target: np.ndarray, piece: slice, op: ReduceOp) -> None:
+        sources = self._group.exchange(self.rank, source)
+        total = sources[0][piece].copy()
+        for other in sources[1:]:
+            _UFUNCS[op](total, other[piece], out=total)
+        self.barrier()  # everyone has read: sources may now be overwritten
+        target[:] = total
+
+    def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
+        begin = offsets(counts)
+        for rank, piece in enumerate(self._group.exchange(self.rank, source)):
+            target[begin[rank] : begin[rank + 1]] = piece
+        self.barrier()
+
+    def alltoall(self, source: np.ndarray, target: np.ndarray, counts: np.ndarray) -> None:
+        place = offsets(counts[:, self.rank])
+        for rank, other in enumerate(self._group.exchange(self.rank, source)):
+            begin = offsets(counts[rank])
+            target[place[rank] : place[rank + 1]] = other[begin[self.rank] : begin[self.rank + 1]]
+        self.barrier()
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        _copy(self._group.exchange(self.rank, buffer)[root], buffer)
+        self.barrier()
+
+    def exchange_sizes(self, values: Sequence[int]) -> np.ndarray:
+        return np.array(self._group.exchange(self.rank, tuple(values)), np.int64)
+
+    def barrier(self) -> None:
+        self._group.exchange(self.rank, None)
+
+    def close(self) -> None:
+        pass
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    if source is not target:
+        target[:] = source

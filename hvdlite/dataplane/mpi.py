@@ -1,0 +1,140 @@
+"""The data plane for host memory over MPI.
+
+Where all ranks share one host with a core each, a transfer is a memory copy: blocking calls on segments that
+fit in cache. Elsewhere every transfer is non-blocking and awaited with back-off, so the wait costs no core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hvdlite.backoff import LONGEST_TRANSFER_SLEEP_S, complete
+from hvdlite.dataplane.base import as_bits, offsets
+from hvdlite.errors import TransportError
+from hvdlite.message import ReduceOp
+
+#: Bytes per blocking call in shared memory. Measured (tools/bench_runtime.py): larger segments fall out of cache.
+_SEGMENT_BYTES = 2 << 20
+
+
+class MpiPlane:
+    """Collectives over one communicator."""
+
+    def __init__(self, communicator: Any, *, is_shared_memory: bool, max_count: int) -> None:
+        """``communicator`` becomes the plane's own. ``max_count``: largest count for one MPI call."""
+        from mpi4py import MPI
+
+        self.rank: int = communicator.Get_rank()
+        self.size: int = communicator.Get_size()
+        self._mpi = MPI
+        self._communicator = communicator
+        self._is_shared_memory = is_shared_memory
+        self._max_count = max_count
+        self._ops = {ReduceOp.Sum: MPI.SUM, ReduceOp.Min: MPI.MIN, ReduceOp.Max: MPI.MAX, ReduceOp.Product: MPI.PROD}
+
+    def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+        mpi_op, communicator = self._ops[op], self._communicator
+        is_in_place = source is target
+        with self._mapped("allreduce"):
+            for piece in self._pieces(len(target), target.itemsize):
+                send = self._mpi.IN_PLACE if is_in_place else source[piece]
+                if self._is_shared_memory:
+                    communicator.Allreduce(send, target[piece], mpi_op)
+                else:
+                    self._complete(communicator.Iallreduce(send, target[piece], mpi_op))
+
+    def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int], op: ReduceOp) -> None:
+        with self._mapped("reducescatter"):
+            if sum(counts) <= self._max_count:
+                self._complete(self._communicator.Ireduce_scatter(source, target, list(counts), self._ops[op]))
+                return
+        total = np.empty_like(source)
+        self.allreduce(source, total, op)
+        start = sum(counts[: self.rank])
+        target[:] = total[start : start + counts[self.rank]]
+
+    def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
+        source, target = as_bits(source), as_bits(target)
+        begin = offsets(counts)
+        with self._mapped("allgather"):
+            if begin[-1] <= self._max_count:
+                receive = [target, list(counts), begin[:-1].tolist(), self._datatype(target)]
+                self._complete(self._communicator.Iallgatherv(source, receive))
+                return
+        target[begin[self.rank] : begin[self.rank + 1]] = source
+        for root in range(self.size):
+            self.broadcast(target[begin[root] : begin[root + 1]], root)
+
+    def alltoall(self, source: np.ndarray, target: np.ndarray, counts: np.ndarray) -> None:
+        source, target = as_bits(source), as_bits(target)
+        sent, received = counts[self.rank], counts[:, self.rank]
+        with self._mapped("alltoall"):
+            # Both bounds look at every rank's totals, so that all ranks take the same way.
+            if max(counts.sum(axis=0).max(), counts.sum(axis=1).max()) <= self._max_count:
+                datatype = self._datatype(target)
+                send = [source, sent.tolist(), offsets(sent)[:-1].tolist(), datatype]
+                receive = [target, received.tolist(), offsets(received)[:-1].tolist(), datatype]
+                self._complete(self._communicator.Ialltoallv(send, receive))
+                return
+            self._alltoall_in_pieces(source, target, sent, received)
+
+    def _alltoall_in_pieces(
+        self, source: np.ndarray, target: np.ndarray, sent: np.ndarray, received: np.ndarray
+    ) -> None:
+        send_from, receive_at = offsets(sent), offsets(received)
+        requests = []
+        for peer in range(self.size):
+            outgoing = source[send_from[peer] : send_from[peer + 1]]
+            incoming = target[receive_at[peer] : receive_at[peer + 1]]
+            if peer == self.rank:
+                incoming[:] = outgoing
+                continue
+            requests += [self._communicator.Irecv(incoming[piece], peer) for piece in self._pieces(len(incoming))]
+            requests += [self._communicator.Isend(outgoing[piece], peer) for piece in self._pieces(len(outgoing))]
+        for request in requests:
+            self._complete(request)
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        moved = as_bits(buffer)
+        with self._mapped("broadcast"):
+            for piece in self._pieces(len(moved)):
+                self._complete(self._communicator.Ibcast(moved[piece], root))
+
+    def exchange_sizes(self, values: Sequence[int]) -> np.ndarray:
+        everyone = np.empty((self.size, len(values)), np.int64)
+        with self._mapped("exchange of sizes"):
+            self._complete(self._communicator.Iallgather(np.array(values, np.int64), everyone))
+        return everyone
+
+    def barrier(self) -> None:
+        with self._mapped("barrier"):
+            self._complete(self._communicator.Ibarrier())
+
+    def close(self) -> None:
+        if not self._mpi.Is_finalized():
+            self._communicator.Free()
+
+    def _complete(self, request: Any) -> None:
+        complete(request, longest_sleep_s=LONGEST_TRANSFER_SLEEP_S)
+
+    def _pieces(self, count: int, item_bytes: int = 0) -> Iterator[slice]:
+        """Cut ``count`` elements into what one call may carry; equal on all ranks."""
+        step = self._max_count
+        if self._is_shared_memory and item_bytes:
+            step = min(step, _SEGMENT_BYTES // item_bytes)
+        for start in range(0, count, step):
+            yield slice(start, min(start + step, count))
+
+    def _datatype(self, array: np.ndarray) -> Any:
+        return self._mpi.Datatype.fromcode(array.dtype.char)
+
+    @contextmanager
+    def _mapped(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise TransportError(f"MPI failed in {doing}: {error}: look for a rank that died or left") from error
