@@ -8,7 +8,7 @@ tensor that are ready in the same cycle fuse greedily in slot order, up to the t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -41,18 +41,20 @@ class Bucket:
     """Tensors with equal collective, dtype, op and scales, executed as one operation.
 
     ``request`` stands for all of them: read its collective, op, scales, device and process set.
-    ``num_bytes`` counts the packed layout, alignment included.
+    ``num_bytes`` counts the packed layout, alignment included. ``finishes``: slots that are complete once
+    this bucket has run.
     """
 
     request: Request
     dtype: str
     segments: tuple[Segment, ...]
     num_bytes: int
+    finishes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one cycle does, in order. ``slots`` complete after ``buckets`` have run."""
+    """What one cycle does, in order; ``slots`` are all those it serves."""
 
     buckets: tuple[Bucket, ...]
     slots: tuple[int, ...]
@@ -92,7 +94,15 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
                 closed.append((request, dtype, open_buckets[kind]))
             open_buckets[kind].append(item)
             filled[kind] += _aligned(size)
-    return Plan(tuple(_bucket(*one) for one in closed), tuple(slots))
+    return Plan(_with_finishes([_bucket(*one) for one in closed]), tuple(slots))
+
+
+def _with_finishes(buckets: list[Bucket]) -> tuple[Bucket, ...]:
+    last = {segment.slot: number for number, bucket in enumerate(buckets) for segment in bucket.segments}
+    done: dict[int, list[int]] = {}
+    for slot, number in last.items():
+        done.setdefault(number, []).append(slot)
+    return tuple(replace(bucket, finishes=tuple(done.get(number, ()))) for number, bucket in enumerate(buckets))
 
 
 def _fusion_kind(slot: int, request: Request, dtype: str) -> tuple[object, ...]:

@@ -91,8 +91,10 @@ class Agreement(NamedTuple):
 
 
 class Farewell(NamedTuple):
-    """Why a rank leaves: ``failed`` is False for a plain shutdown; ``reason`` is for people."""
+    """What a rank says when the job ends: whether it asked for it, whether because it failed, why (for
+    people), and how many operations it still had pending."""
 
     leaving: bool
     failed: bool
     reason: str
+    num_pending: int

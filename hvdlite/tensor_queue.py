@@ -36,6 +36,7 @@ class TensorEntry:
     allocate: Callable[[int, tuple[int, ...]], Any] | None = None
     splits: tuple[int, ...] = ()
     received_splits: tuple[int, ...] = ()
+    root_in_set: int = -1
     submitted_ns: int = 0
     reported_ns: int = 0
 

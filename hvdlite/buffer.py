@@ -1,0 +1,34 @@
+"""Buffer: a tensor as the core sees it, flat bytes with a dtype name and a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: How each dtype lies in host memory; bfloat16 as its bits, which NumPy has no name for.
+NUMPY_DTYPES = {
+    name: np.dtype({"bfloat16": "uint16"}.get(name, name))
+    for name in ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")
+}
+HALVES = frozenset(("float16", "bfloat16"))
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Host memory of one tensor.
+
+    *Shapes*: ``array`` (num_elements,), contiguous. ``address``: of its first byte. ``device``: where the
+    tensor itself lives. ``write_back`` copies ``array`` to where the user sees it, when it is a copy.
+    ``tensor``: what the user sees, kept alive with the memory.
+    """
+
+    array: np.ndarray
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    address: int
+    tensor: Any
+    write_back: Callable[[], None] | None = None

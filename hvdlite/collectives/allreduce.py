@@ -1,0 +1,61 @@
+"""Allreduce: pack, combine, scale, unpack; a tensor alone is combined where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hvdlite import kernels
+from hvdlite.buffer import HALVES, NUMPY_DTYPES
+from hvdlite.collectives.scaling import scale, unscaled_op
+from hvdlite.collectives.workspace import Workspace
+from hvdlite.dataplane import halves
+from hvdlite.dataplane.base import DataPlane
+from hvdlite.fusion import Bucket
+from hvdlite.message import ReduceOp, Request
+from hvdlite.tensor_queue import TensorEntry
+from hvdlite.timeline.phase import Phase
+
+
+def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> None:
+    """Run one bucket; afterwards every segment's output holds the result."""
+    if len(bucket.segments) == 1:
+        slot, index, _, _ = bucket.segments[0]
+        entry = entries[slot]
+        with workspace.timeline.timed(Phase.MPI_ALLREDUCE, entry.request.key.name, bucket.num_bytes):
+            combine(plane, entry.inputs[index].array, entry.outputs[index].array, bucket.request, bucket.dtype)
+        return
+    _execute_packed(bucket, entries, plane, workspace)
+
+
+def _execute_packed(
+    bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace
+) -> None:
+    timeline, name = workspace.timeline, bucket.request.key.name
+    item_bytes = NUMPY_DTYPES[bucket.dtype].itemsize
+    sizes = np.array([segment.num_elements * item_bytes for segment in bucket.segments], np.int64)
+    places = np.array([segment.offset_bytes for segment in bucket.segments], np.int64)
+    sources = np.array([entries[one.slot].inputs[one.index].address for one in bucket.segments], np.uint64)
+    targets = np.array([entries[one.slot].outputs[one.index].address for one in bucket.segments], np.uint64)
+    buffer = workspace.fusion_buffer(bucket.num_bytes)
+    values = buffer.view(NUMPY_DTYPES[bucket.dtype])
+    with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, name, bucket.num_bytes):
+        kernels.pack(sources, sizes, places, buffer.ctypes.data)
+    with timeline.timed(Phase.MPI_ALLREDUCE, name, bucket.num_bytes):
+        combine(plane, values, values, bucket.request, bucket.dtype)
+    with timeline.timed(Phase.MEMCPY_OUT_FUSION_BUFFER, name, bucket.num_bytes):
+        kernels.unpack(targets, sizes, places, buffer.ctypes.data)
+
+
+def combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, request: Request, dtype: str) -> None:
+    """Prescale, combine across ranks, average and postscale. *Shapes*: both (n,); may be the same array."""
+    op, divisor = unscaled_op(ReduceOp(request.op), plane.size)
+    if dtype in HALVES:
+        halves.allreduce(plane, source, target, op, dtype == "bfloat16", request.prescale, request.postscale / divisor)
+        return
+    if request.prescale != 1.0:
+        scale(source, target, request.prescale, 1)
+        source = target
+    plane.allreduce(source, target, op)
+    scale(target, target, request.postscale, divisor)

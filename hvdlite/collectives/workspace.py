@@ -1,0 +1,24 @@
+"""Workspace: what executing a bucket needs beside its tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdlite.timeline.recorder import Timeline
+
+
+class Workspace:
+    """A fusion buffer that grows to the largest bucket seen, the members of the set, and the timeline.
+
+    *Threads*: the background thread only.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self._fusion_buffer = np.zeros(0, np.uint8)
+
+    def fusion_buffer(self, num_bytes: int) -> np.ndarray:
+        """At least ``num_bytes`` of scratch memory, overwritten by the next bucket. *Shapes*: (num_bytes,), uint8."""
+        if len(self._fusion_buffer) < num_bytes:
+            self._fusion_buffer = np.zeros(num_bytes, np.uint8)
+        return self._fusion_buffer[:num_bytes]
