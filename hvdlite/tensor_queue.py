@@ -108,3 +108,14 @@ class TensorQueue:
         with self._lock:
             self._closed_by = error
             self._released.notify_all()
+
+    def holds_only_small(
+        self, threshold_bytes: int, is_single: Callable[[Request], bool], size_of: Callable[[Request], int]
+    ) -> bool:
+        """Tell whether something waits, all of it free-standing and together below ``threshold_bytes``."""
+        waiting = list(self._waiting)
+        return (
+            bool(waiting)
+            and all(is_single(entry.request) for entry in waiting)
+            and sum(size_of(entry.request) for entry in waiting) < threshold_bytes
+        )

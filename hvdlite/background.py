@@ -1,0 +1,333 @@
+"""The background thread: the only one that touches MPI.
+
+Why one thread: collectives must be issued in the same order on every rank, user threads submit in any order,
+and MPI implementations differ in how well they bear several threads. So user threads only queue entries; this
+thread agrees with the other ranks on what is ready everywhere and executes that in one total order.
+
+A cycle (``run_cycle``):
+a) take what was queued since the last one;
+b) exchange one bit per slot and the status bits with all ranks, in one small collective;
+c) if any rank has something new, send all pending requests to rank 0 and take its Agreement;
+d) compile (or recall) the plan for what is ready everywhere, and execute it;
+e) complete the handles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hvdlite import stall
+from hvdlite.collectives import EXECUTE
+from hvdlite.collectives.workspace import Workspace
+from hvdlite.config import Config
+from hvdlite.control.base import ControlPlane
+from hvdlite.dataplane.base import DataPlane
+from hvdlite.errors import (
+    HorovodInternalError,
+    InternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    StalledError,
+    format_ranks,
+)
+from hvdlite.fusion import Plan, compile_plan, num_bytes
+from hvdlite.message import Agreement, Farewell, Key, Report
+from hvdlite.negotiation import negotiate
+from hvdlite.response_cache import SlotTable
+from hvdlite.tensor_queue import TensorEntry, TensorQueue
+from hvdlite.timeline.phase import Phase
+from hvdlite.timeline.recorder import Timeline
+
+_log = logging.getLogger("hvdlite")
+
+#: Status bits; every rank sends them inverted, so that AND tells "some rank".
+_LEAVE, _EXCHANGE = 1, 2
+
+#: Seconds between two cycles of a rank that waits for others, growing from the first to the second.
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 50e-6, 1e-3
+
+#: Seconds after which a pending entry is reported to rank 0 once more, so that calls which can never match
+#: are found; then every ``stall_warning_s``.
+_FIRST_REPORT_S = 0.4
+_CHECK_INTERVAL_NS = 100_000_000
+
+
+class Background:
+    """The loop and its state.
+
+    *Threads*: ``leave`` from any thread; everything else from the thread that runs the loop. The hand-over
+    of entries and handles is argued in ``tensor_queue`` and ``handle``.
+    """
+
+    def __init__(
+        self, config: Config, control: ControlPlane, planes: Mapping[int, DataPlane],
+        process_sets: Mapping[int, Sequence[int]], timeline: Timeline,
+    ) -> None:
+        self.queue = TensorQueue()
+        self.slots = SlotTable(config.cache_capacity)
+        self.num_cycles = 0
+        self.is_clean = True
+        self._config = config
+        self._control = control
+        self._planes = planes
+        self._process_sets = process_sets
+        self._timeline = timeline
+        self._workspace = Workspace(timeline)
+        self._rank = control.topology.rank
+        self._pending: dict[Key, TensorEntry] = {}
+        self._mask = 0  # bit s: slot s is pending here, with the request the slot holds
+        self._anywhere = 0
+        self._must_exchange = False
+        self._farewell: Farewell | None = None
+        self._ended = False
+        self._next_check_ns = 0
+        self._last_warning_s = -float("inf")
+        self._thread = threading.Thread(target=self.run, name="hvdlite-background", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the loop to end; tell whether it has."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def leave(self, reason: str, *, failed: bool) -> None:
+        """Ask all ranks to leave the loop; the first call's reason counts."""
+        if self._farewell is None:
+            self._farewell = Farewell(True, failed, reason, 0)
+        self.queue.wake()
+
+    def run(self) -> None:
+        """Cycle until all ranks leave; whatever happens, every handle ends."""
+        _shorten_timer_slack()
+        backoff_s = _FIRST_BACKOFF_S
+        try:
+            with np.errstate(all="ignore"):
+                while not self._ended:
+                    if not self._pending and not len(self.queue) and self._farewell is None:
+                        self.queue.wait(self._config.heartbeat_ms / 1e3)
+                    self._wait_for_more()
+                    if self.run_cycle() or len(self.queue):
+                        backoff_s = _FIRST_BACKOFF_S
+                    elif self._pending:
+                        self.queue.wait(backoff_s)
+                        backoff_s = min(_LONGEST_BACKOFF_S, backoff_s * 1.3)
+        except HorovodInternalError as error:
+            self._end(error)
+        except BaseException as error:
+            _log.exception("the background thread failed")
+            failure = InternalError(f"background thread: {type(error).__name__}: {error}: please report this")
+            self._end(failure)
+
+    def run_cycle(self) -> bool:
+        """Run one cycle; tell whether anything was agreed or anything changed on any rank."""
+        self.num_cycles += 1
+        self._admit(self.queue.drain())
+        start_ns = time.monotonic_ns()
+        status, everywhere, anywhere = self._agree()
+        if status & _LEAVE:
+            self._take_leave()
+            return True
+        if status & _EXCHANGE:
+            everywhere = self._exchange()
+        changed = anywhere != self._anywhere or bool(status & _EXCHANGE)
+        self._anywhere = anywhere & ~everywhere
+        if everywhere and not self._ended:
+            plan = self.slots.plan(everywhere, self._compile)
+            self._execute(plan, start_ns)
+        elif self._pending:
+            self._look_for_stalls()
+        return changed or bool(everywhere)
+
+    def _admit(self, entries: list[TensorEntry]) -> None:
+        for entry in entries:
+            self._pending[entry.request.key] = entry
+            slot = self.slots.matches(entry.request)
+            if slot is None:
+                self._must_exchange = True
+            else:
+                self._mask |= 1 << slot
+
+    def _agree(self) -> tuple[int, int, int]:
+        """Exchange bits; return (status, ready everywhere, pending anywhere)."""
+        num_words = self.slots.num_words
+        length = 8 * num_words
+        full = (1 << (8 * length)) - 1
+        asked = (_LEAVE if self._farewell else 0) | (_EXCHANGE if self._must_exchange else 0)
+        status = (~asked & 0xFF).to_bytes(8, "little")
+        payload = status + self._mask.to_bytes(length, "little") + (self._mask ^ full).to_bytes(length, "little")
+        received = self._control.agree(np.frombuffer(payload, np.int64), self._watch()).tobytes()
+        everywhere = int.from_bytes(received[8 : 8 + length], "little")
+        nowhere = int.from_bytes(received[8 + length :], "little")
+        return ~received[0] & 0xFF, everywhere, nowhere ^ full
+
+    def _exchange(self) -> int:
+        """Send all pending requests to rank 0, apply its Agreement, return what is ready."""
+        self._must_exchange = False
+        now_ns = time.monotonic_ns()
+        entries = list(self._pending.values())
+        report = Report(tuple(entry.request for entry in entries),
+                        tuple((now_ns - entry.submitted_ns) / 1e9 for entry in entries))
+        reports = self._control.gather(report)
+        agreement = None
+        if reports is not None:
+            self._warn_of_stalls(reports)
+            agreement = negotiate(self.slots, reports, self._process_sets,
+                                  stall_shutdown_s=self._config.stall_shutdown_s)
+        agreed: Agreement = self._control.broadcast(agreement)
+        self.slots.apply(agreed)
+        for key, message in agreed.errors:
+            self._fail(key, MismatchError(message))
+        self._mask = sum(1 << slot for entry in self._pending.values()
+                         if (slot := self.slots.matches(entry.request)) is not None)
+        if agreed.fatal:
+            self.is_clean = False
+            self._end(StalledError(f"{agreed.fatal}: the job ends on every rank; look at the ranks named"))
+        return sum(1 << slot for slot in agreed.ready)
+
+    def _compile(self, requests: list) -> Plan:  # type: ignore[type-arg]
+        return compile_plan(requests, self._config.fusion_threshold_bytes)
+
+    def _execute(self, plan: Plan, start_ns: int) -> None:
+        """Run the plan's buckets in order; complete each entry after its last bucket."""
+        entries = {slot: self._pending[self.slots.key_of(slot)] for slot in plan.slots}
+        if self._timeline.is_recording:
+            self._record_negotiation(entries, start_ns)
+        for bucket in plan.buckets:
+            key = bucket.request.key
+            EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
+            for slot in bucket.finishes:
+                self._complete(slot, entries[slot])
+        self.slots.touch(plan.slots)
+
+    def _record_negotiation(self, entries: Mapping[int, TensorEntry], start_ns: int) -> None:
+        now_ns = time.monotonic_ns()
+        for entry in entries.values():
+            self._timeline.span(Phase.QUEUE, entry.request.key.name, entry.submitted_ns, max(start_ns, entry.submitted_ns))
+            self._timeline.span(Phase.NEGOTIATE, entry.request.key.name, max(start_ns, entry.submitted_ns), now_ns)
+        if self._config.timeline_mark_cycles:
+            self._timeline.span(Phase.CYCLE_START, "cycle", start_ns, start_ns)
+
+    def _complete(self, slot: int, entry: TensorEntry) -> None:
+        key = entry.request.key
+        del self._pending[key]
+        self._mask &= ~(1 << slot)
+        for buffer in entry.outputs:
+            if buffer.write_back:
+                buffer.write_back()
+        if self._timeline.is_recording:
+            self._timeline.span(Phase[key.collective.upper()], key.name, entry.submitted_ns, time.monotonic_ns())
+        self.queue.release(key)
+        entry.handle.complete(entry.result(entry))
+
+    def _fail(self, key: Key, error: BaseException) -> None:
+        entry = self._pending.pop(key, None)
+        if entry is not None:
+            self.queue.release(key)
+            entry.handle.fail(error)
+
+    def _wait_for_more(self) -> None:
+        """Give free-standing calls up to ``cycle_time_ms`` to gather company; anything else goes at once."""
+        wait_s = self._config.cycle_time_ms / 1e3
+        deadline = time.monotonic() + wait_s
+        while wait_s > 0 and self._farewell is None and self.queue.holds_only_small(
+            self._config.fusion_threshold_bytes, lambda request: len(request.shapes) == 1,
+            lambda request: sum(map(num_bytes, request.dtypes, request.shapes)),
+        ):
+            self.queue.wait(wait_s)
+            wait_s = deadline - time.monotonic()
+
+    def _look_for_stalls(self) -> None:
+        """Report entries again that have waited long, so that rank 0 sees what they wait for."""
+        now_ns = time.monotonic_ns()
+        if now_ns < self._next_check_ns:
+            return
+        self._next_check_ns = now_ns + _CHECK_INTERVAL_NS
+        limits = [limit for limit in (self._config.stall_warning_s, self._config.stall_shutdown_s) if limit > 0]
+        again_ns = 0 if self._config.stall_check_disable or not limits else int(min(limits) * 1e9)
+        for entry in self._pending.values():
+            waited_ns = now_ns - entry.submitted_ns
+            due_ns = entry.reported_ns + again_ns if entry.reported_ns else int(_FIRST_REPORT_S * 1e9)
+            if waited_ns >= due_ns and (again_ns or not entry.reported_ns):
+                entry.reported_ns = waited_ns
+                self._must_exchange = True
+
+    def _warn_of_stalls(self, reports: Sequence[Report]) -> None:
+        limit_s = self._config.stall_warning_s
+        if self._config.stall_check_disable or time.monotonic() - self._last_warning_s < max(limit_s, 1.0):
+            return
+        pending: dict[Key, dict] = {}  # type: ignore[type-arg]
+        for rank, report in enumerate(reports):
+            for request in report.requests:
+                pending.setdefault(request.key, {})[rank] = request
+        found = stall.stalled(reports, pending, self._process_sets, limit_s)
+        if found:
+            self._last_warning_s = time.monotonic()
+            _log.warning("%s: look at what those ranks are doing", stall.describe(found))
+
+    def _watch(self) -> Callable[[], None]:
+        """Make the check for a control plane that no longer answers: a rank died or was stopped."""
+        limit_s = self._config.stall_warning_s
+        if self._config.stall_check_disable or not limit_s:
+            return lambda: None
+        started = time.monotonic()
+        warned = [False]
+
+        def check() -> None:
+            if not warned[0] and time.monotonic() - started > limit_s:
+                warned[0] = True
+                _log.warning("rank %d: no answer from some rank for %g s: its process died, is stopped or swaps: "
+                             "look for it", self._rank, limit_s)
+
+        return check
+
+    def _take_leave(self) -> None:
+        """Tell one another why, then end on all ranks in the same cycle."""
+        own = self._farewell or Farewell(False, False, "", 0)
+        farewells = self._control.broadcast(self._control.gather(own._replace(num_pending=len(self._pending))))
+        self.is_clean = not any(one.failed or one.num_pending for one in farewells)
+        self._end(_leaving_error(farewells, self._rank))
+
+    def _end(self, error: BaseException) -> None:
+        """Refuse new entries, fail all that are here, stop. Nothing can slip between: ``close`` comes first."""
+        self._ended = True
+        if not isinstance(error, NotInitializedError):
+            self.is_clean = False
+        reason = str(error)
+        self.queue.close(lambda: NotInitializedError(f"hvdlite is no longer running: {reason}: call init() first"))
+        for entry in self.queue.drain():
+            self._pending[entry.request.key] = entry
+        for key in list(self._pending):
+            failure = error
+            if isinstance(error, NotInitializedError):
+                failure = PeerFailedError(f"{key}: still waited for when the job ended: {reason}")
+            self._fail(key, failure)
+        self._timeline.close()
+
+
+def _leaving_error(farewells: Sequence[Farewell], rank: int) -> HorovodInternalError:
+    """What pending handles, and later calls, are told."""
+    failed = [(peer, one.reason) for peer, one in enumerate(farewells) if one.failed]
+    if failed:
+        return PeerFailedError("; ".join(f"rank {peer} failed: {reason}" for peer, reason in failed))
+    left = [peer for peer, one in enumerate(farewells) if one.leaving]
+    reasons = sorted({farewells[peer].reason for peer in left})
+    return NotInitializedError(f"{format_ranks(left)} left ({', '.join(reasons)})")
+
+
+def _shorten_timer_slack() -> None:
+    """Let this thread's short sleeps end on time: Linux adds 50 us by default."""
+    try:
+        ctypes.CDLL(None).prctl(29, 1000, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
+    except (OSError, AttributeError):
+        pass  # not Linux: sleeps are a little longer

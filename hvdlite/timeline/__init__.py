@@ -1,0 +1,1 @@
+"""The timeline: recording (``recorder``), reading rings (``ring``), Chrome JSON (``export``, ``live``)."""
