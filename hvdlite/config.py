@@ -206,3 +206,27 @@ def markdown_table() -> str:
         default = f"`{one.default!r}`"
         rows.append(f"| `{one.name}` | {default} | {names} | {flag} | {one.metadata['help']} |")
     return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Who started this process as one of several ranks. ``size`` is what it says; None where it does not."""
+
+    name: str
+    size: int | None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Starter | None:
+        """Recognise Open MPI's and PMIx starters, PMI ones (Hydra), and srun; None without a starter.
+
+        *Source*: the variables that PRRTE 3, Hydra 4 and 5 and srun set, looked at in a started process.
+        """
+        environ = os.environ if environ is None else environ
+        for name, variable in (("mpirun (Open MPI)", "OMPI_COMM_WORLD_SIZE"), ("mpiexec (PMI)", "PMI_SIZE")):
+            if variable in environ:
+                return cls(name, int(environ[variable]))
+        if "PMIX_RANK" in environ or "PMI_RANK" in environ:
+            return cls("a PMIx or PMI starter", None)
+        if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environ:
+            return cls("srun", int(environ["SLURM_STEP_NUM_TASKS"]))
+        return None

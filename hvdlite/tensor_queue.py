@@ -88,6 +88,8 @@ class TensorQueue:
 
     def drain(self) -> list[TensorEntry]:
         """Take everything queued, in order."""
+        # Taken back before looking: what is added from here on releases it again, so no wake-up is lost.
+        self._wake.acquire(blocking=False)
         entries = []
         while self._waiting:
             entries.append(self._waiting.popleft())

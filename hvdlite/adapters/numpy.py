@@ -1,0 +1,59 @@
+"""NumPy arrays, numbers, and anything that NumPy can look at (array interface, DLPack on the host)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdlite.buffer import NUMPY_DTYPES, Buffer
+from hvdlite.errors import InvalidRequestError
+
+_NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items() if name != "bfloat16"}
+
+
+def buffer(tensor: Any, writable: bool) -> Buffer:
+    """View an array's memory; a strided array is copied, and written back when ``writable``.
+
+    Raises: InvalidRequestError for a dtype that is not exchanged, and for memory that cannot be written.
+    """
+    array = _as_array(tensor, writable)
+    name = _NAMES.get(array.dtype)
+    if name is None:
+        raise InvalidRequestError(
+            f"dtype {array.dtype} is not exchanged: convert it to one of {', '.join(sorted(_NAMES.values()))}")
+    if writable:
+        _check_writable(array)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    made = Buffer(flat, name, array.shape, "cpu", flat.__array_interface__["data"][0], tensor)
+    if writable and array.size and not np.shares_memory(flat, array, max_work=1):
+        made.write_back = lambda: np.copyto(array, flat.reshape(array.shape))
+    return made
+
+
+def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:
+    """A new array, uninitialised."""
+    return buffer(np.empty(shape, NUMPY_DTYPES[dtype]), True)
+
+
+def _as_array(tensor: Any, writable: bool) -> np.ndarray:
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if hasattr(tensor, "__dlpack__") and not hasattr(tensor, "__array_interface__") and not hasattr(tensor, "__array__"):
+        try:
+            return np.from_dlpack(tensor)
+        except (BufferError, RuntimeError, TypeError) as reason:
+            raise InvalidRequestError(
+                f"{type(tensor).__name__} cannot be viewed through DLPack: {reason}: copy it to a NumPy array") from reason
+    array = np.asarray(tensor)
+    if writable and not np.shares_memory(array, np.asarray(tensor)):
+        raise InvalidRequestError(
+            f"{type(tensor).__name__} cannot be changed in place: use the variant that returns a new array")
+    return array
+
+
+def _check_writable(array: np.ndarray) -> None:
+    if not array.flags.writeable:
+        raise InvalidRequestError("the array is read-only: use the variant that returns a new array")
+    if any(stride == 0 and length > 1 for stride, length in zip(array.strides, array.shape, strict=True)):
+        raise InvalidRequestError("the array's elements overlap in memory (it was broadcast or expanded): copy it first")

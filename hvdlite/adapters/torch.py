@@ -1,0 +1,63 @@
+"""torch tensors. Host tensors are viewed; device tensors are staged through host memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdlite.buffer import Buffer
+from hvdlite.errors import InvalidRequestError
+
+_log = logging.getLogger("hvdlite")
+
+_NAMES = {
+    torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64",
+    torch.int8: "int8", torch.uint8: "uint8", torch.int16: "int16", torch.int32: "int32", torch.int64: "int64",
+    torch.bool: "bool",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_staged: set[str] = set()
+
+
+def buffer(tensor: Any, writable: bool) -> Buffer:
+    """View a tensor's memory; a strided or device tensor is copied, and written back when ``writable``.
+
+    Raises: InvalidRequestError for a dtype, layout or device that is not exchanged.
+    """
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise InvalidRequestError(f"dtype {tensor.dtype} is not exchanged: convert it to one of {', '.join(_DTYPES)}")
+    if tensor.layout is not torch.strided:
+        raise InvalidRequestError(f"layout {tensor.layout} is not exchanged here: use to_dense() or a sparse call")
+    device = tensor.device.type
+    if device not in ("cpu", "cuda"):
+        raise InvalidRequestError(f"device {tensor.device} is not exchanged: move the tensor to the CPU or a GPU")
+    source = tensor.detach()
+    if writable and any(stride == 0 and length > 1 for stride, length in zip(source.stride(), source.shape, strict=True)):
+        raise InvalidRequestError("the tensor's elements overlap in memory (it was expanded): use clone() first")
+    if device == "cuda":
+        _note_staging(device)
+    host = source.cpu() if device != "cpu" else source
+    host = host.contiguous()
+    flat = host.view(-1) if host.dim() != 1 else host
+    bits = flat.view(torch.int16) if name == "bfloat16" else flat
+    array = bits.numpy()
+    made = Buffer(array.view(np.uint16) if name == "bfloat16" else array, name, tuple(tensor.shape), device,
+                  host.data_ptr(), tensor)
+    if writable and host.data_ptr() != source.data_ptr():
+        made.write_back = lambda: source.copy_(host)
+    return made
+
+
+def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:
+    """A new tensor on ``like``'s device, uninitialised."""
+    return buffer(torch.empty(shape, dtype=_DTYPES[dtype], device=like.device), True)
+
+
+def _note_staging(device: str) -> None:
+    if device not in _staged:
+        _staged.add(device)
+        _log.warning("torch tensors on %s are exchanged through host memory: no device data plane is loaded", device)

