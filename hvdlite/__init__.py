@@ -1,0 +1,49 @@
+"""hvdlite: collective operations and distributed optimizers over MPI, in Python.
+
+Names resolve lazily: importing the package alone loads neither NumPy nor MPI nor any framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from hvdlite._version import __version__
+
+_API = (
+    "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async", "broadcast",
+    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters", "cross_rank", "cross_size",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init",
+    "is_initialized", "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "shutdown", "size",
+)
+_ERRORS = (
+    "ConfigError", "DuplicateNameError", "HorovodInternalError", "HostsUpdatedInterrupt", "HvdliteError",
+    "InternalError", "InvalidRequestError", "MismatchError", "NotAMemberError", "NotInitializedError",
+    "PeerFailedError", "StalledError", "TransportError", "UnavailableError", "WaitTimeoutError",
+)
+_HOME = {
+    **dict.fromkeys(_API, "hvdlite.api"),
+    **dict.fromkeys(_ERRORS, "hvdlite.errors"),
+    "Config": "hvdlite.config",
+    "DistributedOptimizer": "hvdlite.optimizer",
+    "Handle": "hvdlite.handle",
+    "ProcessSet": "hvdlite.process_set",
+}
+
+__all__ = sorted(["__version__", *_HOME])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    elif name in ("torch", "timeline", "launch"):
+        value = import_module(f"hvdlite.{name}")
+    else:
+        raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,170 @@
+"""The framework-neutral functions: NumPy arrays, torch tensors, CuPy arrays in, the same kind out.
+
+Every collective comes as ``x_async`` (returns a Handle at once) and ``x`` (waits); ``x_`` works in place.
+Common arguments: ``name`` identifies the operation on every rank, needed when ranks or threads call in
+different orders; ``process_set`` limits it to some ranks. Common errors: InvalidRequestError at the call;
+HorovodInternalError (MismatchError, PeerFailedError ...) while waiting, the same on every rank;
+NotInitializedError before ``init`` and after the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdlite import submission
+from hvdlite.handle import Handle
+from hvdlite.message import Collective, ReduceOp
+from hvdlite.process_set import ProcessSet
+from hvdlite.runtime import default_runtime, init, is_initialized, shutdown
+from hvdlite.submission import Submission
+
+Average, Sum, Min, Max, Product = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+
+
+def rank() -> int:
+    """This process's number among all, from 0."""
+    return default_runtime().topology.rank
+
+
+def size() -> int:
+    """How many processes the job has."""
+    return default_runtime().topology.size
+
+
+def local_rank() -> int:
+    """This process's number among those of its host."""
+    return default_runtime().topology.local_rank
+
+
+def local_size() -> int:
+    """How many processes run on this host."""
+    return default_runtime().topology.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among those that have this local rank."""
+    return default_runtime().topology.cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have this local rank."""
+    return default_runtime().topology.cross_size
+
+
+def _waiting(function: Callable[..., Handle]) -> Callable[..., Any]:
+    """The variant that waits; same arguments."""
+
+    @functools.wraps(function)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs).wait()
+
+    name = function.__name__.replace("_async", "")
+    wait.__name__ = wait.__qualname__ = name
+    wait.__doc__ = f"Run ``{function.__name__}`` and wait for its result.\n\n{function.__doc__}"
+    return wait
+
+
+def _allreduce(function_name: str, is_group: bool, in_place: bool, doc: str) -> Callable[..., Handle]:
+    def start(
+        tensor: Any, average: bool | None = None, name: str | None = None, op: ReduceOp | int | None = None,
+        prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
+    ) -> Handle:
+        call = Submission(Collective.ALLREDUCE, tensor, is_group=is_group, name=name, process_set=process_set)
+        return submission.allreduce(call, in_place=in_place, average=average, op=op, prescale_factor=prescale_factor,
+                                    postscale_factor=postscale_factor)
+
+    start.__name__ = start.__qualname__ = function_name
+    start.__doc__ = doc
+    return start
+
+
+_ALLREDUCE_DOC = """{what} over all ranks; ``op`` is Average (default), Sum, Min, Max or Product.
+
+    Values are multiplied by ``prescale_factor`` before and by ``postscale_factor`` after. float16 and bfloat16
+    are summed in float32; integers average toward zero, exactly. ``average`` is the older spelling of ``op``.
+    """
+
+allreduce_async = _allreduce(
+    "allreduce_async", False, False, _ALLREDUCE_DOC.format(what="Combine a tensor elementwise into a new one"))
+allreduce_async_ = _allreduce(
+    "allreduce_async_", False, True, _ALLREDUCE_DOC.format(what="Combine a tensor elementwise in place"))
+grouped_allreduce_async = _allreduce(
+    "grouped_allreduce_async", True, False,
+    _ALLREDUCE_DOC.format(what="Combine a list of tensors as one operation into new ones"))
+grouped_allreduce_async_ = _allreduce(
+    "grouped_allreduce_async_", True, True,
+    _ALLREDUCE_DOC.format(what="Combine a list of tensors as one operation in place"))
+allreduce, allreduce_ = _waiting(allreduce_async), _waiting(allreduce_async_)
+grouped_allreduce, grouped_allreduce_ = _waiting(grouped_allreduce_async), _waiting(grouped_allreduce_async_)
+
+
+def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+    """Concatenate every rank's tensor along the first dimension, which may differ, in rank order."""
+    return submission.allgather(Submission(Collective.ALLGATHER, tensor, name=name, process_set=process_set))
+
+
+def broadcast_async(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+    """Return a tensor with the values of global rank ``root_rank``."""
+    call = Submission(Collective.BROADCAST, tensor, name=name, process_set=process_set)
+    return submission.broadcast(call, in_place=False, root_rank=root_rank)
+
+
+def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+    """Overwrite the tensor with the values of global rank ``root_rank``."""
+    call = Submission(Collective.BROADCAST, tensor, name=name, process_set=process_set)
+    return submission.broadcast(call, in_place=True, root_rank=root_rank)
+
+
+def alltoall_async(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """Send ``splits[r]`` rows to rank r, evenly without ``splits``; concatenate what arrives in rank order.
+
+    Result: the tensor; with ``splits`` the pair of it and the received splits (int32, one per rank).
+    """
+    call = Submission(Collective.ALLTOALL, tensor, name=name, process_set=process_set)
+    return submission.alltoall(call, splits=splits)
+
+
+def reducescatter_async(
+    tensor: Any, name: str | None = None, op: ReduceOp | int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
+) -> Handle:
+    """Combine as allreduce (Average or Sum) and keep this rank's rows; the first ranks get one row more."""
+    call = Submission(Collective.REDUCESCATTER, tensor, name=name, process_set=process_set)
+    return submission.reducescatter(call, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+
+
+def barrier_async(process_set: ProcessSet | None = None) -> Handle:
+    """Complete once every rank has called it."""
+    return submission.barrier(Submission(Collective.BARRIER, None, process_set=process_set))
+
+
+allgather = _waiting(allgather_async)
+broadcast, broadcast_ = _waiting(broadcast_async), _waiting(broadcast_async_)
+alltoall = _waiting(alltoall_async)
+reducescatter = _waiting(reducescatter_async)
+barrier = _waiting(barrier_async)
+
+
+def broadcast_parameters(parameters: Mapping[str, Any] | Sequence[tuple[str, Any]], root_rank: int = 0) -> None:
+    """Overwrite named arrays on every rank with those of ``root_rank``, in place.
+
+    Raises: InvalidRequestError where an entry is no array that can be written; MismatchError where the ranks'
+    shapes or dtypes differ.
+    """
+    pairs = sorted(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    handles = [broadcast_async_(tensor, root_rank, name=f"parameter.{name}") for name, tensor in pairs]
+    for handle in handles:
+        handle.wait()
+
+
+__all__ = [
+    "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async", "broadcast",
+    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters", "cross_rank", "cross_size",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init",
+    "is_initialized", "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "shutdown", "size",
+]

@@ -1,0 +1,204 @@
+"""From a call to a queued entry: the one place where each collective's arguments are checked and worded.
+
+Bad input raises here, at the call, with nothing submitted; then the call may be corrected and repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlite.adapters import adapter_for
+from hvdlite.buffer import Buffer
+from hvdlite.errors import InvalidRequestError, NotAMemberError, format_ranks
+from hvdlite.handle import Handle
+from hvdlite.message import ANY_LENGTH, Collective, Key, ReduceOp, Request
+from hvdlite.process_set import ProcessSet
+from hvdlite.runtime import Runtime, default_runtime
+from hvdlite.tensor_queue import TensorEntry
+
+_OPS = {
+    Collective.ALLREDUCE: (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Product),
+    Collective.REDUCESCATTER: (ReduceOp.Average, ReduceOp.Sum),
+}
+
+
+class Submission:
+    """One call on its way: who runs it, under which key, on which tensors.
+
+    ``tensors`` is one tensor, or a sequence when ``is_group``; ``runtime`` defaults to the process's.
+    """
+
+    def __init__(
+        self, collective: Collective, tensors: Any, *, is_group: bool = False, name: str | None = None,
+        process_set: ProcessSet | None = None, runtime: Runtime | None = None,
+    ) -> None:
+        self.runtime = runtime or default_runtime()
+        self.process_set = process_set or self.runtime.process_sets[0]
+        self.collective = collective
+        self.is_group = is_group
+        self.tensors = list(tensors) if is_group else [] if collective is Collective.BARRIER else [tensors]
+        self.is_unnamed = name is None
+        rank = self.runtime.topology.rank
+        if rank not in self.process_set.ranks:
+            raise NotAMemberError(
+                f"{collective.value} {name or '(unnamed)'!r}: rank {rank} is not in process set "
+                f"{self.process_set.process_set_id} ({format_ranks(self.process_set.ranks)}): call it on its members only")
+        self.rank_in_set = self.process_set.ranks.index(rank)
+        self._name = name
+        self.label = f"{collective.value} {name!r}" if name is not None else f"unnamed {collective.value}"
+        if is_group and not self.tensors:
+            raise self.invalid("the group is empty: pass at least one tensor")
+
+    def invalid(self, what: str) -> InvalidRequestError:
+        """The error for a wrong argument; ``what`` continues the sentence."""
+        return InvalidRequestError(f"{self.label}: {what}")
+
+    def op(self, op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
+        """Resolve ``op`` and the older ``average``."""
+        if op is not None and average is not None:
+            raise self.invalid("op and average are both given: op alone says it (op=Average, op=Sum)")
+        if op is None:
+            return ReduceOp.Sum if average is False else ReduceOp.Average
+        allowed = _OPS[self.collective]
+        if op not in allowed:
+            raise self.invalid(f"op {op!r} is not supported: use one of {', '.join(one.name for one in allowed)}")
+        return ReduceOp(op)
+
+    def buffers(self, *, writable: bool = False, like: Sequence[Buffer] | None = None) -> tuple[Buffer, ...]:
+        """View the tensors; with ``like`` make new ones of the same shapes instead."""
+        made = []
+        for index, tensor in enumerate(self.tensors):
+            try:
+                adapter = adapter_for(tensor)
+                if like is None:
+                    made.append(adapter.buffer(tensor, writable))
+                else:
+                    made.append(adapter.empty(like[index].shape, like[index].dtype, tensor))
+            except InvalidRequestError as reason:
+                where = f"tensor {index} of the group: " if self.is_group else ""
+                raise self.invalid(f"{where}{reason}") from reason
+        devices = {buffer.device for buffer in made}
+        if len(devices) > 1:
+            raise self.invalid(f"its tensors are on {' and '.join(sorted(devices))}: put them all on one device")
+        return tuple(made)
+
+    def allocator(self, like: Sequence[Buffer]) -> Callable[[int, tuple[int, ...]], Buffer]:
+        """How the background thread makes tensor ``index``'s result once its shape is known."""
+        return lambda index, shape: adapter_for(self.tensors[index]).empty(shape, like[index].dtype, self.tensors[index])
+
+    def add(
+        self, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...] = (), *,
+        result: Callable[[TensorEntry], Any] | None = None, is_ragged: bool = False, op: ReduceOp = ReduceOp.Sum,
+        root_rank: int = -1, prescale: float = 1.0, postscale: float = 1.0, splits: tuple[int, ...] = (),
+    ) -> Handle:
+        """Queue the call."""
+        name = self.runtime.unnamed(self.process_set.process_set_id, self.collective.value) if self._name is None else self._name
+        key = Key(self.process_set.process_set_id, self.collective.value, name)
+        request = Request(
+            key, tuple(buffer.dtype for buffer in inputs),
+            tuple((ANY_LENGTH, *buffer.shape[1:]) if is_ragged else buffer.shape for buffer in inputs),
+            int(op), root_rank, float(prescale), float(postscale), inputs[0].device if inputs else "cpu")
+        entry = TensorEntry(
+            request, inputs, outputs, Handle(str(key)), result or (self._all if self.is_group else _first),
+            None if outputs or not inputs else self.allocator(inputs), splits,
+            root_in_set=self.process_set.ranks.index(root_rank) if root_rank >= 0 else -1)
+        return self.runtime.submit(entry, wait_for_name=self.is_unnamed)
+
+    @staticmethod
+    def _all(entry: TensorEntry) -> list[Any]:
+        return [buffer.tensor for buffer in entry.outputs]
+
+
+def _first(entry: TensorEntry) -> Any:
+    return entry.outputs[0].tensor if entry.outputs else None
+
+
+def allreduce(
+    call: Submission, *, in_place: bool, average: bool | None, op: ReduceOp | int | None,
+    prescale_factor: float, postscale_factor: float,
+) -> Handle:
+    """Queue an allreduce of one tensor or a group."""
+    chosen = call.op(op, average)
+    inputs = call.buffers(writable=in_place)
+    _refuse_bool(call, inputs)
+    outputs = inputs if in_place else call.buffers(like=inputs)
+    return call.add(inputs, outputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor)
+
+
+def reducescatter(call: Submission, *, op: ReduceOp | int | None, prescale_factor: float, postscale_factor: float) -> Handle:
+    """Queue a reducescatter of one tensor or a group."""
+    chosen = call.op(op)
+    inputs = call.buffers()
+    _refuse_bool(call, inputs)
+    _refuse_scalars(call, inputs)
+    return call.add(inputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor)
+
+
+def allgather(call: Submission) -> Handle:
+    """Queue an allgather of one tensor or a group."""
+    inputs = call.buffers()
+    _refuse_scalars(call, inputs)
+    return call.add(inputs, is_ragged=True)
+
+
+def broadcast(call: Submission, *, in_place: bool, root_rank: int) -> Handle:
+    """Queue a broadcast; ``root_rank`` is a global rank."""
+    if root_rank not in call.process_set.ranks:
+        raise call.invalid(
+            f"root_rank {root_rank} is not in the process set ({format_ranks(call.process_set.ranks)}): name one of its ranks")
+    inputs = call.buffers(writable=in_place)
+    return call.add(inputs, inputs if in_place else call.buffers(like=inputs), root_rank=int(root_rank))
+
+
+def alltoall(call: Submission, *, splits: Any) -> Handle:
+    """Queue an alltoall; with ``splits`` the result is (tensor, received_splits)."""
+    inputs = call.buffers()
+    _refuse_scalars(call, inputs)
+    rows = inputs[0].shape[0]
+    if splits is None:
+        num_ranks = call.process_set.size()
+        if rows % num_ranks:
+            raise call.invalid(f"{rows} rows cannot be cut evenly for {num_ranks} ranks: pass splits")
+        return call.add(inputs, is_ragged=True, splits=(rows // num_ranks,) * num_ranks)
+    counts = _checked_splits(call, splits, rows)
+    return call.add(inputs, is_ragged=True, splits=counts, result=lambda entry: (_first(entry), _splits_like(splits, entry)))
+
+
+def barrier(call: Submission) -> Handle:
+    """Queue a barrier."""
+    return call.add(())
+
+
+def _checked_splits(call: Submission, splits: Any, rows: int) -> tuple[int, ...]:
+    import numpy as np
+
+    table = np.asarray(splits)
+    num_ranks = call.process_set.size()
+    if table.ndim != 1 or (table.size and not np.issubdtype(table.dtype, np.integer)):
+        raise call.invalid("splits is no 1-D sequence of integers: pass one number of rows per rank")
+    if len(table) != num_ranks:
+        raise call.invalid(f"splits has {len(table)} entries for {num_ranks} ranks: pass one number of rows per rank")
+    if table.size and table.min() < 0 or table.sum() > rows:
+        raise call.invalid(f"splits {table.tolist()} do not fit {rows} rows: pass numbers >= 0 that sum to at most that")
+    return tuple(table.tolist())
+
+
+def _splits_like(splits: Any, entry: TensorEntry) -> Any:
+    """The received splits as an int32 tensor of the sent tensor's framework, on the host."""
+    like = splits if hasattr(splits, "dtype") else entry.inputs[0].tensor
+    made = adapter_for(like).empty((len(entry.received_splits),), "int32", like)
+    made.array[:] = entry.received_splits
+    if made.write_back:
+        made.write_back()
+    return made.tensor
+
+
+def _refuse_bool(call: Submission, inputs: Sequence[Buffer]) -> None:
+    if any(buffer.dtype == "bool" for buffer in inputs):
+        raise call.invalid("dtype bool has no sum or order here: convert it, for example to uint8")
+
+
+def _refuse_scalars(call: Submission, inputs: Sequence[Buffer]) -> None:
+    if any(not buffer.shape for buffer in inputs):
+        raise call.invalid("the tensor has no dimension to split or concatenate: reshape it to (1,)")
