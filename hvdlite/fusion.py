@@ -126,3 +126,20 @@ def _bucket(request: Request, dtype: str, items: list[tuple[int, int, int, Reque
         offset += _aligned(size)
     # A tensor alone is exchanged where it lies: no padding.
     return Bucket(request, dtype, tuple(segments), items[0][2] if len(items) == 1 else offset)
+
+
+def plan_gradient_buckets(sizes_bytes: Sequence[int], threshold_bytes: int) -> list[list[int]]:
+    """Cut the gradients of an optimizer into buckets, in reverse order of registration.
+
+    Returns lists of indices into ``sizes_bytes``. A bucket is closed before it would pass ``threshold_bytes``;
+    a gradient that alone is larger has its own.
+    """
+    buckets: list[list[int]] = []
+    filled = 0
+    for index in reversed(range(len(sizes_bytes))):
+        if not buckets or filled + sizes_bytes[index] > threshold_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes_bytes[index]
+    return buckets

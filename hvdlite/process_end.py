@@ -10,12 +10,19 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from hvdlite.errors import PeerFailedError
+
 #: Seconds a dying rank gives its peers to hear the reason. Chosen: several heartbeats.
 _FAREWELL_S = 2.0
+
+
+#: Seconds by which a rank that fails because of a peer ends later, so that whoever looks sees the cause first.
+_VICTIM_DELAY_S = 0.3
 
 
 class _State:
@@ -45,6 +52,8 @@ def install(leave: Callable[[], bool], fail: Callable[[str, float], None], *, us
         previous(kind, error, trace)
         if uses_mpi and os.getpid() == _State.process_id:
             fail(f"{kind.__name__}: {error}", _FAREWELL_S)
+            if issubclass(kind, PeerFailedError):
+                time.sleep(_VICTIM_DELAY_S)
             _exit_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def end_normally() -> None:

@@ -43,6 +43,7 @@ class Runtime:
         self._control = control
         self._plane = plane
         self._unnamed: dict[tuple[int, str], int] = {}
+        self._labels: dict[str, int] = {}
         self._process_id = os.getpid()
 
     @classmethod
@@ -91,6 +92,12 @@ class Runtime:
         count = self._unnamed.get((process_set_id, collective), 0)
         self._unnamed[process_set_id, collective] = count + 1
         return f"{collective}.noname.{count % NUM_UNNAMED}"
+
+    def label(self, prefix: str) -> str:
+        """A name for something made in the same order on every rank: ``prefix.0``, ``prefix.1`` ..."""
+        count = self._labels.get(prefix, 0)
+        self._labels[prefix] = count + 1
+        return f"{prefix}.{count}"
 
     def shutdown(self, reason: str = "shutdown() was called", *, failed: bool = False, timeout_s: float | None = None) -> bool:
         """End the job on all ranks; tell whether the loop has ended within ``timeout_s``."""

@@ -1,0 +1,181 @@
+"""Distributed optimizers: one core that knows named gradients and handles, and a thin side per framework.
+
+``GradientExchange`` is the core. ``hvdlite.torch`` has the side for torch, with hooks that overlap the exchange
+with backward; ``PlainOptimizer`` here is the side for arrays: an optimizer is anything whose ``step`` takes a
+dict of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from hvdlite import submission
+from hvdlite.errors import InvalidRequestError
+from hvdlite.fusion import plan_gradient_buckets
+from hvdlite.handle import Handle
+from hvdlite.message import Collective, ReduceOp
+from hvdlite.process_set import ProcessSet
+from hvdlite.runtime import Runtime, default_runtime
+from hvdlite.submission import Submission
+
+#: Base class's package -> module with a ``DistributedOptimizer`` for it. Adding a framework is one file and one row.
+_SIDES = {"torch": "hvdlite.torch"}
+
+
+class GradientSpec(NamedTuple):
+    """A gradient's name and size; names and order must be the same on every rank."""
+
+    name: str
+    num_bytes: int
+
+
+class GradientExchange:
+    """The gradients of one optimizer, in buckets that are fixed from names and sizes alone.
+
+    A bucket is one request: it is submitted when its last gradient is ready, so what travels together never
+    depends on timing, and neither does the result. Buckets are filled in reverse order of registration, which
+    is about the order in which backward produces gradients.
+
+    *Threads*: one user thread at a time.
+    """
+
+    def __init__(
+        self, gradients: Sequence[GradientSpec], *, label: str, op: ReduceOp = ReduceOp.Average, in_place: bool,
+        prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """``label`` tells this optimizer's operations from another's; equal on all ranks."""
+        self._runtime = runtime or default_runtime()
+        self._names = [one.name for one in gradients]
+        self._buckets = plan_gradient_buckets(
+            [one.num_bytes for one in gradients], self._runtime.config.fusion_threshold_bytes)
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._label = label
+        self._op = op
+        self._in_place = in_place
+        self._scales = (prescale_factor, postscale_factor)
+        self._process_set = process_set
+        self._ready: dict[int, Any] = {}
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._handles: dict[int, Handle] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some gradient was handed over and ``finish`` has not run since."""
+        return bool(self._ready)
+
+    def is_ready(self, index: int) -> bool:
+        """Whether gradient ``index`` was handed over."""
+        return index in self._ready
+
+    def ready(self, index: int, gradient: Any) -> None:
+        """Hand over gradient ``index`` (its place in the registration); its bucket leaves when it is full.
+
+        Raises: AssertionError when it was handed over before.
+        """
+        assert index not in self._ready, (
+            f"gradient {self._names[index]!r}: computed again before step() or synchronize(): "
+            "run one backward pass per step, or accumulate with backward_passes_per_step")
+        self._ready[index] = gradient
+        number = self._bucket_of[index]
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            self._submit(number)
+
+    def finish(self, absent: Callable[[int], Any]) -> dict[int, Any]:
+        """Supply what is missing by ``absent(index)``, wait for all, return the results by index.
+
+        Raises: the first error of any bucket, after all have ended; then the exchange starts afresh.
+        """
+        for index in range(len(self._names)):
+            if index not in self._ready:
+                self.ready(index, absent(index))
+        results: dict[int, Any] = {}
+        failure: BaseException | None = None
+        for number, handle in sorted(self._handles.items()):
+            try:
+                results.update(zip(self._buckets[number], handle.wait(), strict=True))
+            except Exception as error:
+                failure = failure or error
+        self.reset()
+        if failure is not None:
+            raise failure
+        return results
+
+    def reset(self) -> None:
+        """Forget what was handed over; operations in flight end by themselves."""
+        self._ready.clear()
+        self._handles.clear()
+        self._missing = [len(bucket) for bucket in self._buckets]
+
+    def _submit(self, number: int) -> None:
+        bucket = self._buckets[number]
+        ends = [self._names[bucket[0]], self._names[bucket[-1]]]
+        name = f"{self._label}.{number}[{ends[0]}]" if len(bucket) == 1 else f"{self._label}.{number}[{ends[0]} .. {ends[1]}]"
+        call = Submission(
+            Collective.ALLREDUCE, [self._ready[index] for index in bucket], is_group=True, name=name,
+            process_set=self._process_set, runtime=self._runtime)
+        self._handles[number] = submission.allreduce(
+            call, in_place=self._in_place, average=None, op=self._op, prescale_factor=self._scales[0],
+            postscale_factor=self._scales[1])
+
+
+class PlainOptimizer:
+    """Wraps an optimizer over arrays: ``step(gradients)`` averages them over the ranks first.
+
+    The arrays given stay as they are; the wrapped ``step`` gets new ones of the same kind. Every other
+    attribute is the wrapped optimizer's.
+    """
+
+    def __init__(self, optimizer: Any, *, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet | None = None) -> None:
+        self.optimizer = optimizer
+        self._op = op
+        self._process_set = process_set
+        self._exchange: GradientExchange | None = None
+        self._specs: list[GradientSpec] = []
+        self._label = default_runtime().label("gradients")
+
+    def step(self, gradients: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Average the named gradients over the ranks and take the wrapped optimizer's step with them.
+
+        Raises: MismatchError where ranks pass different names or shapes.
+        """
+        names = sorted(gradients)
+        specs = [GradientSpec(name, _size_bytes(name, gradients[name])) for name in names]
+        if self._exchange is None or specs != self._specs:
+            self._specs = specs
+            self._exchange = GradientExchange(
+                specs, label=self._label, op=self._op, in_place=False, process_set=self._process_set)
+        averaged = self._exchange.finish(lambda index: gradients[names[index]])
+        return self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there while unpickling
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+def DistributedOptimizer(optimizer: Any, **arguments: Any) -> Any:
+    """Wrap an optimizer so that every step uses the gradients of all ranks.
+
+    A torch optimizer goes to ``hvdlite.torch.DistributedOptimizer`` with the same arguments; anything else with
+    a ``step`` that takes a dict of gradients becomes a PlainOptimizer (``op``, ``process_set``).
+    Raises: InvalidRequestError for what is neither.
+    """
+    for base in type(optimizer).__mro__:
+        module = _SIDES.get(base.__module__.partition(".")[0])
+        if module:
+            return import_module(module).DistributedOptimizer(optimizer, **arguments)
+    if not callable(getattr(optimizer, "step", None)):
+        raise InvalidRequestError(
+            f"DistributedOptimizer: {type(optimizer).__name__} has no step(): pass an optimizer whose step takes a dict of gradients")
+    return PlainOptimizer(optimizer, **arguments)
+
+
+def _size_bytes(name: str, gradient: Any) -> int:
+    size = getattr(gradient, "nbytes", None)
+    if size is None:
+        raise InvalidRequestError(f"gradient {name!r}: {type(gradient).__name__} is no array: pass arrays")
+    return int(size)
