@@ -22,6 +22,8 @@ def load_digits():
 
 def shard(samples, batch_size, epoch, seed, rank, size):
     """This rank's part of every global batch of an epoch: the batches are the same for any number of ranks."""
+    if batch_size % size:
+        raise SystemExit(f"--batch-size {batch_size} cannot be shared evenly by {size} ranks: choose a multiple of {size}")
     images, labels = samples
     order = np.random.default_rng([seed, epoch]).permutation(len(labels))
     for start in range(0, len(order) - batch_size + 1, batch_size):

@@ -116,6 +116,7 @@ class Background:
                 while not self._ended:
                     if not self._pending and not len(self.queue) and self._farewell is None:
                         self.queue.wait(self._config.heartbeat_ms / 1e3)
+                        self._timeline.flush()
                     self._wait_for_more()
                     if self.run_cycle() or len(self.queue):
                         backoff_s = _FIRST_BACKOFF_S

@@ -22,7 +22,8 @@ from hvdlite.errors import ConfigError, NotInitializedError, UnavailableError
 from hvdlite.handle import Handle
 from hvdlite.process_set import ProcessSet
 from hvdlite.tensor_queue import TensorEntry
-from hvdlite.timeline.recorder import NullTimeline, RingTimeline, Timeline
+from hvdlite.timeline.live import LiveTimeline
+from hvdlite.timeline.recorder import NullTimeline, RingTimeline, TeeTimeline, Timeline
 
 _log = logging.getLogger("hvdlite")
 
@@ -106,16 +107,34 @@ class Runtime:
         self.background.leave(reason, failed=failed)
         ended = self.background.join(timeout_s)
         if ended and self.background.is_clean:
+            self._merge_timeline()
             self._plane.close()
             self._control.close()
         return ended
 
+    def _merge_timeline(self) -> None:
+        """Let rank 0 write merged.json once every rank's ring is complete."""
+        if not self.config.timeline_dir:
+            return
+        self._control.gather(None)
+        if self.topology.rank == 0:
+            from hvdlite.timeline.export import write_chrome_json
+
+            # Ranks of other hosts may have written elsewhere: hvdtrace export merges what is brought together.
+            directory = self.config.timeline_dir
+            write_chrome_json(directory, os.path.join(directory, "merged.json"), allow_missing=True)
+
 
 def timeline_of(config: Config, rank: int, size: int) -> Timeline:
-    """The recorder the settings ask for."""
-    if not config.timeline_dir:
-        return NullTimeline()
-    return RingTimeline(config.timeline_dir, rank, size, config.timeline_ring_bytes)
+    """The recorder the settings ask for: a ring on every rank, a file that grows on rank 0, both, or none."""
+    timelines: list[Timeline] = []
+    if config.timeline_dir:
+        timelines.append(RingTimeline(config.timeline_dir, rank, size, config.timeline_ring_bytes))
+    if config.timeline_filename and config.timeline_filename != "DYNAMIC" and rank == 0:
+        timelines.append(LiveTimeline(config.timeline_filename))
+    if len(timelines) > 1:
+        return TeeTimeline(timelines)
+    return timelines[0] if timelines else NullTimeline()
 
 
 _default: list[Runtime] = []

@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +42,9 @@ class Timeline(Protocol):
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Any:
         """A context manager that records the time spent inside."""
 
+    def flush(self) -> None:
+        """Make what was recorded visible to others; called at each heartbeat."""
+
     def close(self) -> None:
         """Finish; nothing may be recorded afterwards."""
 
@@ -60,6 +64,9 @@ class NullTimeline:
         pass
 
     def __exit__(self, *exception: object) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def close(self) -> None:
@@ -102,8 +109,11 @@ class RingTimeline:
         _PAYLOAD.pack_into(self._memory, place + 8, start_ns, end_ns, num_bytes, name_id, phase)
         _SEQUENCE.pack_into(self._memory, place, self._count)
 
-    def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> _Timed:
-        return _Timed(self, phase, name, num_bytes)
+    def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Timed:
+        return Timed(self, phase, name, num_bytes)
+
+    def flush(self) -> None:
+        pass  # the page cache has it already
 
     def close(self) -> None:
         self._names.close()
@@ -116,10 +126,12 @@ class RingTimeline:
         return name_id
 
 
-class _Timed:
+class Timed:
+    """Records the time between entering and leaving."""
+
     __slots__ = ("_timeline", "_phase", "_name", "_num_bytes", "_start_ns")
 
-    def __init__(self, timeline: RingTimeline, phase: Phase, name: str, num_bytes: int) -> None:
+    def __init__(self, timeline: Timeline, phase: Phase, name: str, num_bytes: int) -> None:
         self._timeline, self._phase, self._name, self._num_bytes = timeline, phase, name, num_bytes
 
     def __enter__(self) -> None:
@@ -127,3 +139,27 @@ class _Timed:
 
     def __exit__(self, *exception: object) -> None:
         self._timeline.span(self._phase, self._name, self._start_ns, time.monotonic_ns(), self._num_bytes)
+
+
+class TeeTimeline:
+    """Records into several timelines."""
+
+    is_recording = True
+
+    def __init__(self, timelines: Sequence[Timeline]) -> None:
+        self._timelines = tuple(timelines)
+
+    def span(self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
+        for timeline in self._timelines:
+            timeline.span(phase, name, start_ns, end_ns, num_bytes)
+
+    def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Timed:
+        return Timed(self, phase, name, num_bytes)
+
+    def flush(self) -> None:
+        for timeline in self._timelines:
+            timeline.flush()
+
+    def close(self) -> None:
+        for timeline in self._timelines:
+            timeline.close()
