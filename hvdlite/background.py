@@ -204,18 +204,19 @@ class Background:
         entries = {slot: self._pending[self.slots.key_of(slot)] for slot in plan.slots}
         if self._timeline.is_recording:
             self._record_negotiation(entries, start_ns)
+        self.slots.touch(plan.slots)  # before the handles: what follows them delays the threads they wake
         for bucket in plan.buckets:
             key = bucket.request.key
             EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
             for slot in bucket.finishes:
                 self._complete(slot, entries[slot])
-        self.slots.touch(plan.slots)
 
     def _record_negotiation(self, entries: Mapping[int, TensorEntry], start_ns: int) -> None:
         now_ns = time.monotonic_ns()
         for entry in entries.values():
-            self._timeline.span(Phase.QUEUE, entry.request.key.name, entry.submitted_ns, max(start_ns, entry.submitted_ns))
-            self._timeline.span(Phase.NEGOTIATE, entry.request.key.name, max(start_ns, entry.submitted_ns), now_ns)
+            key, queued_ns = entry.request.key, entry.submitted_ns
+            self._timeline.span(Phase.QUEUE, key.name, queued_ns, max(start_ns, queued_ns))
+            self._timeline.span(Phase[f"NEGOTIATE_{key.collective.upper()}"], key.name, max(start_ns, queued_ns), now_ns)
         if self._config.timeline_mark_cycles:
             self._timeline.span(Phase.CYCLE_START, "cycle", start_ns, start_ns)
 
@@ -281,12 +282,14 @@ class Background:
         limit_s = self._config.stall_warning_s
         if self._config.stall_check_disable or not limit_s:
             return lambda: None
-        started = time.monotonic()
-        warned = [False]
+        started = 0.0
+        warned = False
 
         def check() -> None:
-            if not warned[0] and time.monotonic() - started > limit_s:
-                warned[0] = True
+            nonlocal started, warned
+            started = started or time.monotonic()
+            if not warned and time.monotonic() - started > limit_s:
+                warned = True
                 _log.warning("rank %d: no answer from some rank for %g s: its process died, is stopped or swaps: "
                              "look for it", self._rank, limit_s)
 

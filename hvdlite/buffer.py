@@ -20,15 +20,20 @@ HALVES = frozenset(("float16", "bfloat16"))
 class Buffer:
     """Host memory of one tensor.
 
-    *Shapes*: ``array`` (num_elements,), contiguous. ``address``: of its first byte. ``device``: where the
-    tensor itself lives. ``write_back`` copies ``array`` to where the user sees it, when it is a copy.
-    ``tensor``: what the user sees, kept alive with the memory.
+    *Shapes*: ``array`` (num_elements,), contiguous. ``device``: where the tensor itself lives. ``write_back``
+    copies ``array`` to where the user sees it, when it is a copy. ``tensor``: what the user sees, kept alive
+    with the memory.
     """
 
     array: np.ndarray
     dtype: str
     shape: tuple[int, ...]
     device: str
-    address: int
     tensor: Any
     write_back: Callable[[], None] | None = None
+    known_address: int = 0
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; asked for only when tensors are packed."""
+        return self.known_address or self.array.__array_interface__["data"][0]

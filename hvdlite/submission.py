@@ -46,9 +46,13 @@ class Submission:
                 f"{self.process_set.process_set_id} ({format_ranks(self.process_set.ranks)}): call it on its members only")
         self.rank_in_set = self.process_set.ranks.index(rank)
         self._name = name
-        self.label = f"{collective.value} {name!r}" if name is not None else f"unnamed {collective.value}"
         if is_group and not self.tensors:
             raise self.invalid("the group is empty: pass at least one tensor")
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"unnamed {self.collective.value}" if self._name is None else f"{self.collective.value} {self._name!r}"
 
     def invalid(self, what: str) -> InvalidRequestError:
         """The error for a wrong argument; ``what`` continues the sentence."""
@@ -78,8 +82,7 @@ class Submission:
             except InvalidRequestError as reason:
                 where = f"tensor {index} of the group: " if self.is_group else ""
                 raise self.invalid(f"{where}{reason}") from reason
-        devices = {buffer.device for buffer in made}
-        if len(devices) > 1:
+        if len(made) > 1 and len(devices := {buffer.device for buffer in made}) > 1:
             raise self.invalid(f"its tensors are on {' and '.join(sorted(devices))}: put them all on one device")
         return tuple(made)
 

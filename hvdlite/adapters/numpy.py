@@ -24,16 +24,19 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
             f"dtype {array.dtype} is not exchanged: convert it to one of {', '.join(sorted(_NAMES.values()))}")
     if writable:
         _check_writable(array)
-    flat = np.ascontiguousarray(array).reshape(-1)
-    made = Buffer(flat, name, array.shape, "cpu", flat.__array_interface__["data"][0], tensor)
-    if writable and array.size and not np.shares_memory(flat, array, max_work=1):
+    if array.flags.c_contiguous:
+        return Buffer(array.reshape(-1), name, array.shape, "cpu", tensor)
+    flat = array.flatten()
+    made = Buffer(flat, name, array.shape, "cpu", tensor)
+    if writable:
         made.write_back = lambda: np.copyto(array, flat.reshape(array.shape))
     return made
 
 
 def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:
     """A new array, uninitialised."""
-    return buffer(np.empty(shape, NUMPY_DTYPES[dtype]), True)
+    array = np.empty(shape, NUMPY_DTYPES[dtype])
+    return Buffer(array.reshape(-1), dtype, shape, "cpu", array)
 
 
 def _as_array(tensor: Any, writable: bool) -> np.ndarray:
@@ -55,5 +58,7 @@ def _as_array(tensor: Any, writable: bool) -> np.ndarray:
 def _check_writable(array: np.ndarray) -> None:
     if not array.flags.writeable:
         raise InvalidRequestError("the array is read-only: use the variant that returns a new array")
-    if any(stride == 0 and length > 1 for stride, length in zip(array.strides, array.shape, strict=True)):
+    if 0 in array.strides and any(
+        stride == 0 and length > 1 for stride, length in zip(array.strides, array.shape, strict=True)
+    ):
         raise InvalidRequestError("the array's elements overlap in memory (it was broadcast or expanded): copy it first")

@@ -36,18 +36,21 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
     if device not in ("cpu", "cuda"):
         raise InvalidRequestError(f"device {tensor.device} is not exchanged: move the tensor to the CPU or a GPU")
     source = tensor.detach()
-    if writable and any(stride == 0 and length > 1 for stride, length in zip(source.stride(), source.shape, strict=True)):
+    if writable and 0 in source.stride() and any(
+        stride == 0 and length > 1 for stride, length in zip(source.stride(), source.shape, strict=True)
+    ):
         raise InvalidRequestError("the tensor's elements overlap in memory (it was expanded): use clone() first")
     if device == "cuda":
         _note_staging(device)
     host = source.cpu() if device != "cpu" else source
-    host = host.contiguous()
+    if not host.is_contiguous():
+        host = host.contiguous()
     flat = host.view(-1) if host.dim() != 1 else host
     bits = flat.view(torch.int16) if name == "bfloat16" else flat
     array = bits.numpy()
     made = Buffer(array.view(np.uint16) if name == "bfloat16" else array, name, tuple(tensor.shape), device,
-                  host.data_ptr(), tensor)
-    if writable and host.data_ptr() != source.data_ptr():
+                  tensor, None, host.data_ptr())
+    if writable and host is not source and host.data_ptr() != source.data_ptr():
         made.write_back = lambda: source.copy_(host)
     return made
 

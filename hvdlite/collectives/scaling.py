@@ -17,7 +17,9 @@ def scale(source: np.ndarray, target: np.ndarray, factor: float, divisor: int) -
 
     Integers: the factor is applied in float64 and the division truncates toward zero, exactly for every int64.
     """
-    if np.issubdtype(target.dtype, np.integer):
+    if factor == 1.0 and divisor == 1 and source is target:
+        return
+    if target.dtype.kind in "iu":
         if factor != 1.0:
             np.copyto(target, np.trunc(source * np.float64(factor)), casting="unsafe")
             source = target

@@ -9,7 +9,12 @@ class Phase(IntEnum):
     """Codes are part of the ring format: append, never renumber."""
 
     QUEUE = 1
-    NEGOTIATE = 2
+    NEGOTIATE_ALLREDUCE = 2
+    NEGOTIATE_ALLGATHER = 3
+    NEGOTIATE_BROADCAST = 4
+    NEGOTIATE_ALLTOALL = 5
+    NEGOTIATE_REDUCESCATTER = 6
+    NEGOTIATE_BARRIER = 7
     ALLREDUCE = 10
     ALLGATHER = 11
     BROADCAST = 12
@@ -34,7 +39,7 @@ LANES = ("wait", "negotiate", "operation", "fuse-copy", "communicate", "cycle")
 
 def lane(phase: Phase) -> int:
     """Index into LANES."""
-    if phase in (Phase.QUEUE, Phase.NEGOTIATE):
+    if phase < Phase.ALLREDUCE:
         return 1
     if phase < Phase.MEMCPY_IN_FUSION_BUFFER:
         return 2
