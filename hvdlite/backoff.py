@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: Tests before the first sleep. Measured: two ranks that are both there meet within this (under 100 us).
-EAGER_TESTS = 100
+#: Tests before the first sleep, about 0.2 ms. Measured: two ranks that answer one another's calls meet within it;
+#: with a third of it most waits ended in a sleep and a one-element allreduce took 1.4 times as long.
+EAGER_TESTS = 300
 FIRST_SLEEP_S = 50e-6
 #: Waiting for a rank may take for ever: sleep up to this between two tests.
 LONGEST_SLEEP_S = 1e-3
@@ -22,8 +23,9 @@ def complete(
 
     ``on_wait`` is called after every sleep; what it raises ends the wait and leaves the request behind.
     """
+    test = request.Test
     for _ in range(EAGER_TESTS):
-        if request.Test():
+        if test():
             return
     sleep_s = FIRST_SLEEP_S
     while not request.Test():

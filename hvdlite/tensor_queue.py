@@ -51,6 +51,7 @@ class TensorQueue:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._in_flight: set[Key] = set()
+        self._num_waiting = 0
         self._closed_by: Callable[[], BaseException] | None = None
         # Held while there is nothing to wake up for; released to wake the background thread.
         self._wake = threading.Lock()
@@ -64,7 +65,9 @@ class TensorQueue:
         key = entry.request.key
         with self._lock:
             while wait_for_name and key in self._in_flight and self._closed_by is None:
+                self._num_waiting += 1
                 self._released.wait()
+                self._num_waiting -= 1
             if self._closed_by is not None:
                 raise self._closed_by()
             if key in self._in_flight:
@@ -103,7 +106,8 @@ class TensorQueue:
         use the name again at once."""
         with self._lock:
             self._in_flight.discard(key)
-            self._released.notify_all()
+            if self._num_waiting:
+                self._released.notify_all()
 
     def close(self, error: Callable[[], BaseException]) -> None:
         """Refuse all further entries with ``error()``, a new exception each time."""

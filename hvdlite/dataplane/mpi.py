@@ -37,15 +37,22 @@ class MpiPlane:
         self._ops = {ReduceOp.Sum: MPI.SUM, ReduceOp.Min: MPI.MIN, ReduceOp.Max: MPI.MAX, ReduceOp.Product: MPI.PROD}
 
     def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
-        mpi_op, communicator = self._ops[op], self._communicator
-        is_in_place = source is target
-        with self._mapped("allreduce"):
+        mpi_op = self._ops[op]
+        send = self._mpi.IN_PLACE if source is target else source
+        try:
+            if self._is_shared_memory and target.nbytes <= _SEGMENT_BYTES and len(target) <= self._max_count:
+                self._communicator.Allreduce(send, target, mpi_op)
+                return
             for piece in self._pieces(len(target), target.itemsize):
-                send = self._mpi.IN_PLACE if is_in_place else source[piece]
-                if self._is_shared_memory:
-                    communicator.Allreduce(send, target[piece], mpi_op)
-                else:
-                    self._complete(communicator.Iallreduce(send, target[piece], mpi_op))
+                self._allreduce_piece(send if source is target else source[piece], target[piece], mpi_op)
+        except self._mpi.Exception as error:
+            raise _failed("allreduce", error) from error
+
+    def _allreduce_piece(self, send: Any, target: np.ndarray, mpi_op: Any) -> None:
+        if self._is_shared_memory:
+            self._communicator.Allreduce(send, target, mpi_op)
+        else:
+            self._complete(self._communicator.Iallreduce(send, target, mpi_op))
 
     def reducescatter(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int], op: ReduceOp) -> None:
         with self._mapped("reducescatter"):
@@ -137,4 +144,8 @@ class MpiPlane:
         try:
             yield
         except self._mpi.Exception as error:
-            raise TransportError(f"MPI failed in {doing}: {error}: look for a rank that died or left") from error
+            raise _failed(doing, error) from error
+
+
+def _failed(doing: str, error: BaseException) -> TransportError:
+    return TransportError(f"MPI failed in {doing}: {error}: look for a rank that died or left")
