@@ -13,7 +13,8 @@ def load_digits():
     try:
         from sklearn.datasets import load_digits as load
     except ImportError as reason:
-        raise SystemExit(f"the data set comes with scikit-learn, which is missing ({reason}): pip install hvdlite[examples]") from None
+        raise SystemExit(
+            f"the data set comes with scikit-learn, which is missing ({reason}): pip install hvdlite[examples]") from None
     data = load()
     images, labels = (data.data / 16).astype(np.float32), data.target.astype(np.int64)
     is_validation = np.arange(len(labels)) % 5 == 4

@@ -38,7 +38,7 @@ from hvdlite.errors import (
     format_ranks,
 )
 from hvdlite.fusion import Plan, compile_plan, num_bytes
-from hvdlite.message import Agreement, Farewell, Key, Report
+from hvdlite.message import Agreement, Farewell, Key, Report, Request
 from hvdlite.negotiation import negotiate
 from hvdlite.response_cache import SlotTable
 from hvdlite.tensor_queue import TensorEntry, TensorQueue
@@ -196,7 +196,7 @@ class Background:
             self._end(StalledError(f"{agreed.fatal}: the job ends on every rank; look at the ranks named"))
         return sum(1 << slot for slot in agreed.ready)
 
-    def _compile(self, requests: list) -> Plan:  # type: ignore[type-arg]
+    def _compile(self, requests: list[tuple[int, Request]]) -> Plan:
         return compile_plan(requests, self._config.fusion_threshold_bytes)
 
     def _execute(self, plan: Plan, start_ns: int) -> None:
@@ -268,7 +268,7 @@ class Background:
         limit_s = self._config.stall_warning_s
         if self._config.stall_check_disable or time.monotonic() - self._last_warning_s < max(limit_s, 1.0):
             return
-        pending: dict[Key, dict] = {}  # type: ignore[type-arg]
+        pending: dict[Key, dict[int, Request]] = {}
         for rank, report in enumerate(reports):
             for request in report.requests:
                 pending.setdefault(request.key, {})[rank] = request

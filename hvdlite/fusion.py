@@ -28,10 +28,10 @@ ITEM_BYTES = {
 
 
 class Segment(NamedTuple):
-    """One tensor's place in a bucket: tensor ``index`` of ``slot``'s request, from ``offset_bytes``."""
+    """One tensor's place in a bucket: tensor ``tensor_index`` of ``slot``'s request, from ``offset_bytes``."""
 
     slot: int
-    index: int
+    tensor_index: int
     offset_bytes: int
     num_elements: int
 

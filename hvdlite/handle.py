@@ -15,7 +15,7 @@ class Handle:
     Nothing is lost at shutdown: the background thread fails every handle it still holds before it ends.
     """
 
-    __slots__ = ("name", "_gate", "_done", "_result", "_error")
+    __slots__ = ("_done", "_error", "_gate", "_result", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -101,11 +101,10 @@ def float_to_halves(source: np.ndarray, destination: np.ndarray, is_bfloat16: bo
         sign = (one >> np.uint32(16)) & np.uint32(0x8000)
         size = one & np.uint32(0x7FFFFFFF)
         normal = (size + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1)) - np.uint32(0x38000000)) >> np.uint32(13)
-        # Below 2^-14 adding 0.5 lets the FPU's own rounding place the bits.
-        tiny = np.uint32(np.int64(np.rint(np.float64(abs(source[i])) * 16777216.0))) if size < np.uint32(0x38800000) else np.uint32(0)
         half = normal
         if size < np.uint32(0x38800000):
-            half = tiny
+            # Subnormal halves are multiples of 2^-24: rint rounds to nearest even.
+            half = np.uint32(np.int64(np.rint(np.float64(abs(source[i])) * 16777216.0)))
         if size >= np.uint32(0x477FF000):
             half = np.uint32(0x7C00)
         if size > np.uint32(0x7F800000):

@@ -78,7 +78,7 @@ def _overflow(table: SlotTable, pending: Mapping[Key, object], leaving: int, com
     excess = len(table) - leaving + coming - table.capacity
     if excess <= 0:
         return []
-    chosen = []
+    chosen: list[int] = []
     for slot in table.evictable(lambda key: key in pending):
         if len(chosen) == excess:
             break
@@ -96,7 +96,7 @@ def _crossed(
     for key in pending:
         by_name.setdefault((key.process_set_id, key.name), []).append(key)
     found: dict[Key, str] = {}
-    for (process_set_id, name), keys in by_name.items():
+    for (process_set_id, _), keys in by_name.items():
         members = len(process_sets[process_set_id])
         incomplete = [key for key in keys if len(pending[key]) < members]
         ranks = {rank for key in incomplete for rank in pending[key]}

@@ -170,7 +170,8 @@ def DistributedOptimizer(optimizer: Any, **arguments: Any) -> Any:
             return import_module(module).DistributedOptimizer(optimizer, **arguments)
     if not callable(getattr(optimizer, "step", None)):
         raise InvalidRequestError(
-            f"DistributedOptimizer: {type(optimizer).__name__} has no step(): pass an optimizer whose step takes a dict of gradients")
+            f"DistributedOptimizer: {type(optimizer).__name__} has no step(): "
+            "pass an optimizer whose step takes a dict of gradients")
     return PlainOptimizer(optimizer, **arguments)
 
 

@@ -164,7 +164,10 @@ def init() -> None:
     import hvdlite.kernels  # noqa: F401  compiled before anyone negotiates
 
     starter = Starter.from_environment()
-    runtime = Runtime.local(LocalGroup(1), 0, config, timeline_of(config, 0, 1)) if starter is None else _over_mpi(config, starter)
+    if starter is None:
+        runtime = Runtime.local(LocalGroup(1), 0, config, timeline_of(config, 0, 1))
+    else:
+        runtime = _over_mpi(config, starter)
     from hvdlite import process_end
 
     process_end.install(shutdown_at_exit, fail_at_exit, uses_mpi=starter is not None)

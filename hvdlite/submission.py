@@ -182,7 +182,7 @@ def _checked_splits(call: Submission, splits: Any, rows: int) -> tuple[int, ...]
         raise call.invalid("splits is no 1-D sequence of integers: pass one number of rows per rank")
     if len(table) != num_ranks:
         raise call.invalid(f"splits has {len(table)} entries for {num_ranks} ranks: pass one number of rows per rank")
-    if table.size and table.min() < 0 or table.sum() > rows:
+    if (table.size and table.min() < 0) or table.sum() > rows:
         raise call.invalid(f"splits {table.tolist()} do not fit {rows} rows: pass numbers >= 0 that sum to at most that")
     return tuple(table.tolist())
 

@@ -36,8 +36,8 @@ def _execute_packed(
     item_bytes = NUMPY_DTYPES[bucket.dtype].itemsize
     sizes = np.array([segment.num_elements * item_bytes for segment in bucket.segments], np.int64)
     places = np.array([segment.offset_bytes for segment in bucket.segments], np.int64)
-    sources = np.array([entries[one.slot].inputs[one.index].address for one in bucket.segments], np.uint64)
-    targets = np.array([entries[one.slot].outputs[one.index].address for one in bucket.segments], np.uint64)
+    sources = np.array([entries[one.slot].inputs[one.tensor_index].address for one in bucket.segments], np.uint64)
+    targets = np.array([entries[one.slot].outputs[one.tensor_index].address for one in bucket.segments], np.uint64)
     buffer = workspace.fusion_buffer(bucket.num_bytes)
     values = buffer.view(NUMPY_DTYPES[bucket.dtype])
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, name, bucket.num_bytes):

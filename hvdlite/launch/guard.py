@@ -23,9 +23,9 @@ from typing import Any
 if not __package__:  # run by path: the standard library stays first, so nothing beside hvdlite can shadow it
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from hvdlite.launch.channel import Channel, connect, pack, remove, unpack  # noqa: E402
-from hvdlite.launch.environment import rank_environment  # noqa: E402
-from hvdlite.launch.process import die_with_parent, signal_group  # noqa: E402
+from hvdlite.launch.channel import Channel, connect, pack, remove, unpack
+from hvdlite.launch.environment import rank_environment
+from hvdlite.launch.process import die_with_parent, signal_group
 
 #: Where starters write a child's rank, the most specific first.
 _RANK_NAMES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -105,8 +105,10 @@ class Guard:
 
     def _reap(self) -> None:
         process = self._process
-        end = process and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if process is None or end is None:
+        if process is None:
+            return
+        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
             return
         ended_ns = time.monotonic_ns()
         if end.si_status != 0 or self._sent:

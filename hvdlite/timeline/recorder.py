@@ -129,7 +129,7 @@ class RingTimeline:
 class Timed:
     """Records the time between entering and leaving."""
 
-    __slots__ = ("_timeline", "_phase", "_name", "_num_bytes", "_start_ns")
+    __slots__ = ("_name", "_num_bytes", "_phase", "_start_ns", "_timeline")
 
     def __init__(self, timeline: Timeline, phase: Phase, name: str, num_bytes: int) -> None:
         self._timeline, self._phase, self._name, self._num_bytes = timeline, phase, name, num_bytes

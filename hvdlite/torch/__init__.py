@@ -13,12 +13,15 @@ except ImportError as _reason:
 
     raise _UnavailableError(f"hvdlite.torch: torch is not installed ({_reason}): pip install hvdlite[torch]") from _reason
 
-from hvdlite.api import *  # noqa: F403
-from hvdlite.api import __all__ as _api_names
+from hvdlite import api as _api
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdlite.torch.functions import broadcast_optimizer_state, broadcast_parameters
-from hvdlite.torch.optimizer import DistributedOptimizer
+from hvdlite.torch import functions as _functions
+from hvdlite.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 
-__all__ = sorted([
-    *_api_names, "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "broadcast_optimizer_state",
-])
+globals().update({_name: getattr(_api, _name) for _name in _api.__all__})
+broadcast_parameters = _functions.broadcast_parameters
+broadcast_optimizer_state = _functions.broadcast_optimizer_state
+
+__all__ = [
+    *_api.__all__, "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "broadcast_optimizer_state",
+]

@@ -31,7 +31,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
     Raises: InvalidRequestError for LBFGS, whose state is no set of tensors per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidRequestError("broadcast_optimizer_state: LBFGS keeps state that cannot be loaded: create it after the broadcast")
+        raise InvalidRequestError(
+            "broadcast_optimizer_state: LBFGS keeps state that cannot be loaded: create it after the broadcast")
     state = _broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
     if api.rank() != root_rank:
         optimizer.load_state_dict(state)

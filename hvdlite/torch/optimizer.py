@@ -29,7 +29,7 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op != ReduceOp.Average:
         raise InvalidRequestError("gradient_predivide_factor goes with op=Average only: leave it at 1.0")
     base = type(optimizer)
-    wrapped_class = type(base.__name__, (_Distributed, base), {"__module__": __name__})
+    wrapped_class: Any = type(base.__name__, (_Distributed, base), {"__module__": __name__})
     wrapped = wrapped_class.__new__(wrapped_class)
     wrapped.__dict__.update(optimizer.__dict__)
     # A scheduler made before may have put the old optimizer's step on the instance: it would bypass ours.
@@ -119,14 +119,16 @@ def _names(optimizer: Any, named_parameters: Iterable[tuple[str, torch.Tensor]] 
         return numbered
     pairs = list(named_parameters)
     if any(not (isinstance(pair, tuple) and len(pair) == 2) for pair in pairs):
-        raise InvalidRequestError("named_parameters holds something else than (name, parameter) pairs: pass model.named_parameters()")
+        raise InvalidRequestError("named_parameters holds no (name, parameter) pairs: pass model.named_parameters()")
     names = [name for name, _ in pairs]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise InvalidRequestError(f"named_parameters names {', '.join(map(repr, duplicates))} twice: give every parameter its own name")
+        raise InvalidRequestError(
+            f"named_parameters names {', '.join(map(repr, duplicates))} twice: give every parameter its own name")
     by_parameter = {parameter: name for name, parameter in pairs}
     unnamed = [number for parameter, number in numbered.items() if parameter not in by_parameter]
     if unnamed:
         raise InvalidRequestError(
-            f"named_parameters leaves out {len(unnamed)} of the optimizer's parameters (group.index {', '.join(unnamed)}): name them all")
+            f"named_parameters leaves out {len(unnamed)} of the optimizer's parameters "
+            f"(group.index {', '.join(unnamed)}): name them all")
     return by_parameter
