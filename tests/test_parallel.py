@@ -14,7 +14,7 @@ FILES = sorted((ROOT / "tests" / "parallel").glob("test_*.py"))
 
 def _ranks(path):
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "RANKS":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANKS":
             return ast.literal_eval(node.value)
     raise AssertionError(f"{path}: RANKS is missing")
 
