@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite import kernels
-from hvdlite.dataplane.base import DataPlane, even_counts
+from hvdlite.dataplane.base import DataPlane, as_bits, even_counts
 from hvdlite.message import ReduceOp
 
 _CODES = {ReduceOp.Sum: kernels.SUM, ReduceOp.Min: kernels.MIN, ReduceOp.Max: kernels.MAX,
@@ -22,18 +22,19 @@ def allreduce(
     plane: DataPlane, source: np.ndarray, target: np.ndarray, op: ReduceOp, is_bfloat16: bool,
     prescale: float, postscale: float,
 ) -> None:
-    """Combine bits of 16-bit floats. *Shapes*: ``source`` and ``target`` (n,), uint16; may be the same."""
+    """Combine 16-bit floats. *Shapes*: ``source`` and ``target`` (n,), any 16-bit dtype; may be the same."""
     counts = even_counts(len(source), plane.size)
     mine = np.empty(counts[plane.rank], np.uint16)
     reducescatter(plane, source, mine, counts, op, is_bfloat16, prescale, postscale)
-    plane.allgather(mine, target, counts)
+    plane.allgather(mine, as_bits(target), counts)
 
 
 def reducescatter(
     plane: DataPlane, source: np.ndarray, target: np.ndarray, counts: Sequence[int], op: ReduceOp,
     is_bfloat16: bool, prescale: float, postscale: float,
 ) -> None:
-    """Combine as ``allreduce`` and keep this rank's piece. *Shapes*: ``target`` (counts[rank],), uint16."""
+    """Combine as ``allreduce`` and keep this rank's piece. *Shapes*: ``target`` (counts[rank],)."""
     rows = np.empty((plane.size, len(target)), np.uint16)
-    plane.alltoall(source, rows.reshape(-1), np.tile(np.array(counts, np.int64), (plane.size, 1)))
-    kernels.reduce_halves(rows, target, _CODES[op], is_bfloat16, np.float32(prescale), np.float32(postscale))
+    plane.alltoall(as_bits(source), rows.reshape(-1), np.tile(np.array(counts, np.int64), (plane.size, 1)))
+    kernels.reduce_halves(
+        rows, as_bits(target), _CODES[op], is_bfloat16, np.float32(prescale), np.float32(postscale))
