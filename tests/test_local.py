@@ -37,7 +37,7 @@ def test_many_tensors_of_all_dtypes_fuse_to_the_right_values(size):
     def value(i, rank):
         # Halves of halves: their sum would show if bits were taken for values.
         scale = 0.5 if dtypes[i % len(dtypes)] is np.float16 else 1
-        return np.random.default_rng([i, rank]).integers(0, 9, counts[i % len(counts)]) * scale.astype(dtypes[i % len(dtypes)])
+        return (np.random.default_rng([i, rank]).integers(0, 9, counts[i % len(counts)]) * scale).astype(dtypes[i % len(dtypes)])
 
     def body(rank):
         handles = [rank.allreduce_async(value(i, rank.rank), name=f"t{i}", op=ReduceOp.Sum) for i in range(40)]
