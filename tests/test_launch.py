@@ -139,7 +139,7 @@ def _start(mark, code, *options):
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm_end_everything(number, code):
     mark = f"signal-{os.getpid()}-{number}"
-    process = _start(mark, "import time; print('here', flush=True); time.sleep(60)")
+    process = _start(mark, "import os, time; os.write(1, b'here\\n'); time.sleep(60)")
     os.kill(process.pid, number)
     assert process.wait(20) == code
     _wait_until(lambda: not _alive(mark))
@@ -147,7 +147,7 @@ def test_ctrl_c_and_sigterm_end_everything(number, code):
 
 def test_kill_9_of_hvdrun_leaves_nothing():
     mark = f"kill-{os.getpid()}"
-    process = _start(mark, "import time; print('here', flush=True); time.sleep(60)")
+    process = _start(mark, "import os, time; os.write(1, b'here\\n'); time.sleep(60)")
     assert len(_alive(mark)) >= 2
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
@@ -156,7 +156,7 @@ def test_kill_9_of_hvdrun_leaves_nothing():
 
 def test_no_secret_on_any_command_line():
     mark = f"secret-{os.getpid()}"
-    process = _start(mark, "import time; print('here', flush=True); time.sleep(60)")
+    process = _start(mark, "import os, time; os.write(1, b'here\\n'); time.sleep(60)")
     try:
         lines = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
