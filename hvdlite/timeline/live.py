@@ -2,14 +2,16 @@
 
 *Format*: each tensor is a "pid" named by metadata; NEGOTIATE_<OP> encloses what was waited, <OP> the execution
 with the activities inside.
-*Guarantees*: the file is valid JSON at every instant. A batch of events is written by one ``pwrite`` that starts
-at the old closing bracket and ends with the new one, and the kernel never lets a reader (nor a kill) see the
-file shorter than before; Linux does ordinary writes under the inode's lock.
+*Guarantees*: the file under its name is whole, valid JSON at every instant, for readers and after a kill. One
+write is not enough for that: a kill may cut a ``write`` between two pages, and a reader may see half of it. So there
+are two copies; a batch is appended to the hidden one, the two change names in one step, and the other one catches
+up with the next batch. Both only ever grow. Where the file system cannot exchange names, construction says so.
 *Threads*: the background thread only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -36,16 +38,19 @@ class LiveTimeline:
         self._pids: dict[str, int] = {}
         self._start_ns = time.monotonic_ns()
         self._events: list[str] = []
-        self._size = 0
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        except OSError as reason:
-            raise ConfigError(f"timeline {path}: {reason}: name a file that rank 0 may write") from reason
+        self._path = os.path.abspath(path)
+        directory, name = os.path.split(self._path)
+        self._hidden_path = os.path.join(directory, f".{name}.next")
         head = {"name": "process_name", "ph": "M", "pid": 0,
                 "args": {"start_time_since_epoch_in_micros": time.time_ns() // 1000}}
         first = _HEAD + json.dumps(head).encode()
-        os.pwrite(self._file, first + _TAIL, 0)
-        self._size = len(first)
+        try:
+            self._shown, self._hidden = (_Copy(one, first) for one in (self._path, self._hidden_path))
+            _exchange(self._path, self._hidden_path)
+            self._shown, self._hidden = self._hidden, self._shown
+        except OSError as reason:
+            raise ConfigError(
+                f"timeline {path}: {reason}: name a file that rank 0 may write, on a local file system") from reason
 
     def span(self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
         """Record one finished phase of tensor ``name``."""
@@ -70,13 +75,17 @@ class LiveTimeline:
         if self._events:
             added = b",\n" + ",\n".join(self._events).encode()
             self._events.clear()
-            os.pwrite(self._file, added + _TAIL, self._size)
-            self._size += len(added)
+            self._hidden.append(added)
+            _exchange(self._path, self._hidden_path)
+            self._shown, self._hidden = self._hidden, self._shown
+            self._hidden.append(added)
 
     def close(self) -> None:
-        """Append the rest and close the file."""
+        """Append the rest and remove the hidden copy."""
         self.flush()
-        os.close(self._file)
+        self._shown.close()
+        self._hidden.close()
+        os.unlink(self._hidden_path)
 
     def _add(self, event: dict[str, Any]) -> None:
         self._events.append(json.dumps(event))
@@ -91,3 +100,33 @@ class LiveTimeline:
 
     def _micros(self, at_ns: int) -> float:
         return (at_ns - self._start_ns) / 1e3
+
+
+class _Copy:
+    """One of the two files."""
+
+    def __init__(self, path: str, first: bytes) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._size = 0
+        self.append(first)
+
+    def append(self, data: bytes) -> None:
+        """Replace the closing bracket by ``data`` and a new one."""
+        rest = memoryview(data + _TAIL)
+        place = self._size
+        while rest:
+            written = os.pwrite(self._file, rest, place)
+            rest, place = rest[written:], place + written
+        self._size += len(data)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _exchange(one: str, other: str) -> None:
+    """Let two files change names in one step. Raises: OSError."""
+    at_fdcwd, rename_exchange = -100, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), one)
