@@ -22,7 +22,9 @@ class Rank:
         self.runtime = runtime
         self.rank, self.size = runtime.topology.rank, runtime.topology.size
 
-    def allreduce_async(self, tensor, name=None, op=None, in_place=False, is_group=False, average=None, prescale=1.0, postscale=1.0):
+    def allreduce_async(
+        self, tensor, name=None, op=None, in_place=False, is_group=False, average=None, prescale=1.0, postscale=1.0
+    ):
         call = Submission(Collective.ALLREDUCE, tensor, is_group=is_group, name=name, runtime=self.runtime)
         return submission.allreduce(
             call, in_place=in_place, average=average, op=op, prescale_factor=prescale, postscale_factor=postscale)

@@ -90,7 +90,8 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace():
 
 
 @pytest.mark.parametrize("code, says", [
-    ("1/0 if h.rank() == 1 else [h.allreduce(1.0, name='x') for _ in range(9)]", "rank 1 failed: ZeroDivisionError: division by zero"),
+    ("1/0 if h.rank() == 1 else [h.allreduce(1.0, name='x') for _ in range(9)]",
+     "rank 1 failed: ZeroDivisionError: division by zero"),
     ("[h.allreduce(1.0, name='x') for _ in range(5 if h.rank() == 1 else 9)]", "rank 1 left"),
     ("sys.exit(7) if h.rank() == 1 else [h.allreduce(1.0, name='x') for _ in range(9)]", "rank 1 left"),
 ])
@@ -172,8 +173,8 @@ def test_no_secret_on_any_command_line():
 
 def test_a_starter_of_another_mpi_is_named():
     code = "import hvdlite; hvdlite.init()"
-    done = subprocess.run(
-        [PYTHON, "-c", code], env={**os.environ, "OMPI_COMM_WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "2"}
+    done = subprocess.run([PYTHON, "-c", code], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 1 and "started 2 ranks, but" in done.stderr and "another MPI" in done.stderr
 
 

@@ -163,7 +163,7 @@ def test_a_name_twice_in_flight_is_refused_and_the_first_call_goes_on():
     def body(rank):
         if rank.rank == 0:
             first = rank.allreduce_async(np.ones(2), name="x", op=ReduceOp.Sum)
-            with pytest.raises(DuplicateNameError, match="allreduce 'x'.*in flight"):
+            with pytest.raises(DuplicateNameError, match=r"allreduce 'x'.*in flight"):
                 rank.allreduce_async(np.ones(2), name="x")
             with pytest.raises(WaitTimeoutError):
                 first.wait(0.01)
@@ -292,7 +292,8 @@ def test_strided_arrays_in_and_in_place():
 def test_results_do_not_change_later_and_inputs_stay():
     def body(rank):
         inputs = [np.full(10, i, np.float32) for i in range(20)]
-        first = [handle.wait(20) for handle in [rank.allreduce_async(x, name=f"{i}", op=ReduceOp.Sum) for i, x in enumerate(inputs)]]
+        handles = [rank.allreduce_async(x, name=f"{i}", op=ReduceOp.Sum) for i, x in enumerate(inputs)]
+        first = [handle.wait(20) for handle in handles]
         for i in range(20):
             rank.allreduce(np.full(10, 99, np.float32), name=f"{i}", op=ReduceOp.Sum)
         assert all(np.array_equal(one, np.full(10, 2 * i)) for i, one in enumerate(first))

@@ -81,6 +81,8 @@ def test_kill_9_leaves_readable_rings_and_a_live_file_that_is_valid_at_every_ins
         directory, live = tmp_path / str(round_), tmp_path / f"live{round_}.json"
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(directory), str(live)], stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdout.readline()
+        while len(json.loads(live.read_text())) < 10:
+            assert process.poll() is None
         lengths = [len(json.loads(live.read_text())) for _ in range(10 + 7 * round_)]
         killed_ns = time.monotonic_ns()
         os.kill(process.pid, signal.SIGKILL)

@@ -4,8 +4,9 @@
 with the activities inside.
 *Guarantees*: the file under its name is whole, valid JSON at every instant, for readers and after a kill. One
 write is not enough for that: a kill may cut a ``write`` between two pages, and a reader may see half of it. So there
-are two copies; a batch is appended to the hidden one, the two change names in one step, and the other one catches
-up with the next batch. Both only ever grow. Where the file system cannot exchange names, construction says so.
+are two copies; a batch is appended to the hidden one, then the two change names in one step. The copy that was
+hidden so is left alone for `_REST_NS`, for those who opened it before, and catches up with the next batch. Both
+only ever grow. Where the file system cannot exchange names, construction says so.
 *Threads*: the background thread only.
 """
 
@@ -23,9 +24,10 @@ from hvdlite.timeline.phase import Phase
 _HEAD = b"[\n"
 _TAIL = b"\n]\n"
 
-#: Events held back at most, however rarely the heartbeat comes. Chosen.
+#: Events that are written without a heartbeat. Chosen.
 _BATCH = 512
-
+#: How long a reader may take over a file that it opened. Chosen: 100 ms reads some 100 MB.
+_REST_NS = 100_000_000
 
 
 class LiveTimeline:
@@ -38,6 +40,8 @@ class LiveTimeline:
         self._pids: dict[str, int] = {}
         self._start_ns = time.monotonic_ns()
         self._events: list[str] = []
+        self._behind = b""
+        self._exchanged_ns = 0
         self._path = os.path.abspath(path)
         directory, name = os.path.split(self._path)
         self._hidden_path = os.path.join(directory, f".{name}.next")
@@ -71,18 +75,21 @@ class LiveTimeline:
         return Timed(self, phase, name, num_bytes)
 
     def flush(self) -> None:
-        """Append what was recorded."""
-        if self._events:
+        """Append what was recorded, unless the last time is less than `_REST_NS` ago."""
+        if self._events and time.monotonic_ns() - self._exchanged_ns >= _REST_NS:
             added = b",\n" + ",\n".join(self._events).encode()
             self._events.clear()
-            self._hidden.append(added)
+            self._hidden.append(self._behind + added)
             _exchange(self._path, self._hidden_path)
             self._shown, self._hidden = self._hidden, self._shown
-            self._hidden.append(added)
+            self._behind = added
+            self._exchanged_ns = time.monotonic_ns()
 
     def close(self) -> None:
         """Append the rest and remove the hidden copy."""
-        self.flush()
+        if self._events:
+            time.sleep(max(0, _REST_NS - time.monotonic_ns() + self._exchanged_ns) / 1e9)
+            self.flush()
         self._shown.close()
         self._hidden.close()
         os.unlink(self._hidden_path)

@@ -24,8 +24,7 @@ def batches(rank, size):
     train, _ = load_digits()
     epoch = 0
     while True:
-        for batch in shard(train, BATCH, epoch, 0, rank, size):
-            yield batch
+        yield from shard(train, BATCH, epoch, 0, rank, size)
         epoch += 1
 
 
