@@ -18,7 +18,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -48,7 +48,7 @@ from hvdlite.timeline.recorder import Timeline
 _log = logging.getLogger("hvdlite")
 
 #: Status bits; every rank sends them inverted, so that AND tells "some rank".
-_LEAVE, _EXCHANGE = 1, 2
+_LEAVE, _EXCHANGE, _STATUS = 1, 2, 3
 
 #: Seconds between two cycles of a rank that waits for others, growing from the first to the second.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 50e-6, 1e-3
@@ -75,6 +75,7 @@ class Background:
         self.num_cycles = 0
         self.is_clean = True
         self._config = config
+        self._cycle_time_s = config.cycle_time_ms / 1e3
         self._control = control
         self._planes = planes
         self._process_sets = process_sets
@@ -88,6 +89,7 @@ class Background:
         self._farewell: Farewell | None = None
         self._ended = False
         self._next_check_ns = 0
+        self._awaited_since = 0.0
         self._last_warning_s = -float("inf")
         self._thread = threading.Thread(target=self.run, name="hvdlite-background", daemon=True)
 
@@ -117,7 +119,8 @@ class Background:
                     if not self._pending and not len(self.queue) and self._farewell is None:
                         self.queue.wait(self._config.heartbeat_ms / 1e3)
                         self._timeline.flush()
-                    self._wait_for_more()
+                    if self._cycle_time_s:
+                        self._wait_for_more()
                     if self.run_cycle() or len(self.queue):
                         backoff_s = _FIRST_BACKOFF_S
                     elif self._pending:
@@ -134,7 +137,7 @@ class Background:
         """Run one cycle; tell whether anything was agreed or anything changed on any rank."""
         self.num_cycles += 1
         self._admit(self.queue.drain())
-        start_ns = time.monotonic_ns()
+        start_ns = time.monotonic_ns() if self._timeline.is_recording else 0
         status, everywhere, anywhere = self._agree()
         if status & _LEAVE:
             self._take_leave()
@@ -144,8 +147,7 @@ class Background:
         changed = anywhere != self._anywhere or bool(status & _EXCHANGE)
         self._anywhere = anywhere & ~everywhere
         if everywhere and not self._ended:
-            plan = self.slots.plan(everywhere, self._compile)
-            self._execute(plan, start_ns)
+            self._execute(self.slots.plan(everywhere, self._compile), start_ns)
         elif self._pending:
             self._look_for_stalls()
         return changed or bool(everywhere)
@@ -160,17 +162,19 @@ class Background:
                 self._mask |= 1 << slot
 
     def _agree(self) -> tuple[int, int, int]:
-        """Exchange bits; return (status, ready everywhere, pending anywhere)."""
+        """Exchange bits; return (status, ready everywhere, pending anywhere).
+
+        *Format*: 64 status bits, one bit per slot that is pending here, one per slot that is not; AND tells "all" of
+        the second and, inverted, "some" of the first and the third.
+        """
         num_words = self.slots.num_words
-        length = 8 * num_words
-        full = (1 << (8 * length)) - 1
+        width = 64 * num_words
+        full = (1 << width) - 1
         asked = (_LEAVE if self._farewell else 0) | (_EXCHANGE if self._must_exchange else 0)
-        status = (~asked & 0xFF).to_bytes(8, "little")
-        payload = status + self._mask.to_bytes(length, "little") + (self._mask ^ full).to_bytes(length, "little")
-        received = self._control.agree(np.frombuffer(payload, np.int64), self._watch()).tobytes()
-        everywhere = int.from_bytes(received[8 : 8 + length], "little")
-        nowhere = int.from_bytes(received[8 + length :], "little")
-        return ~received[0] & 0xFF, everywhere, nowhere ^ full
+        bits = (asked ^ _STATUS) | self._mask << 64 | (self._mask ^ full) << (64 + width)
+        self._awaited_since = 0.0
+        agreed = self._control.agree(bits, 1 + 2 * num_words, self._on_wait)
+        return agreed & _STATUS ^ _STATUS, agreed >> 64 & full, agreed >> (64 + width) ^ full
 
     def _exchange(self) -> int:
         """Send all pending requests to rank 0, apply its Agreement, return what is ready."""
@@ -223,7 +227,7 @@ class Background:
     def _complete(self, slot: int, entry: TensorEntry) -> None:
         key = entry.request.key
         del self._pending[key]
-        self._mask &= ~(1 << slot)
+        self._mask ^= 1 << slot
         for buffer in entry.outputs:
             if buffer.write_back:
                 buffer.write_back()
@@ -240,7 +244,7 @@ class Background:
 
     def _wait_for_more(self) -> None:
         """Give free-standing calls up to ``cycle_time_ms`` to gather company; anything else goes at once."""
-        wait_s = self._config.cycle_time_ms / 1e3
+        wait_s = self._cycle_time_s
         deadline = time.monotonic() + wait_s
         while wait_s > 0 and self._farewell is None and self.queue.holds_only_small(
             self._config.fusion_threshold_bytes, lambda request: len(request.shapes) == 1,
@@ -277,23 +281,18 @@ class Background:
             self._last_warning_s = time.monotonic()
             _log.warning("%s: look at what those ranks are doing", stall.describe(found))
 
-    def _watch(self) -> Callable[[], None]:
-        """Make the check for a control plane that no longer answers: a rank died or was stopped."""
+    def _on_wait(self) -> None:
+        """Say once that the control plane has not answered for long: a rank died or was stopped."""
         limit_s = self._config.stall_warning_s
         if self._config.stall_check_disable or not limit_s:
-            return lambda: None
-        started = 0.0
-        warned = False
-
-        def check() -> None:
-            nonlocal started, warned
-            started = started or time.monotonic()
-            if not warned and time.monotonic() - started > limit_s:
-                warned = True
-                _log.warning("rank %d: no answer from some rank for %g s: its process died, is stopped or swaps: "
-                             "look for it", self._rank, limit_s)
-
-        return check
+            return
+        now_s = time.monotonic()
+        if not self._awaited_since:
+            self._awaited_since = now_s
+        elif now_s - self._awaited_since > limit_s:
+            self._awaited_since = float("inf")
+            _log.warning("rank %d: no answer from some rank for %g s: its process died, is stopped or swaps: look for it",
+                         self._rank, limit_s)
 
     def _take_leave(self) -> None:
         """Tell one another why, then end on all ranks in the same cycle."""

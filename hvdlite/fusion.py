@@ -76,7 +76,7 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
     slots = []
     for slot, request in requests:
         slots.append(slot)
-        if request.key.collective != Collective.ALLREDUCE.value:
+        if request.key.collective != Collective.ALLREDUCE:
             closed.append((request, "", [(slot, 0, 0, request)]))
             continue
         for index, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):

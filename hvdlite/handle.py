@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from hvdlite.errors import WaitTimeoutError
+from hvdlite.message import Key
 
 
 class Handle:
@@ -15,16 +16,21 @@ class Handle:
     Nothing is lost at shutdown: the background thread fails every handle it still holds before it ends.
     """
 
-    __slots__ = ("_done", "_error", "_gate", "_result", "name")
+    __slots__ = ("_done", "_error", "_gate", "_key", "_result")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, key: Key) -> None:
+        self._key = key
         # A lock taken here and released once at completion: half the cost of an Event.
         self._gate = threading.Lock()
         self._gate.acquire()
         self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation and the tensor's name, for people."""
+        return str(self._key)
 
     def done(self) -> bool:
         """Tell whether the operation has ended, well or not; never blocks."""

@@ -65,6 +65,20 @@ def unpack(addresses: np.ndarray, sizes_bytes: np.ndarray, offsets_bytes: np.nda
         _copy(addresses[i], source + np.uint64(offsets_bytes[i]), sizes_bytes[i])
 
 
+@_compiled("void(float32[::1], float32)")
+def multiply_float32(values: np.ndarray, factor: float) -> None:
+    """Multiply in place. *Shapes*: (n,)."""
+    for i in range(len(values)):
+        values[i] *= factor
+
+
+@_compiled("void(float64[::1], float64)")
+def multiply_float64(values: np.ndarray, factor: float) -> None:
+    """Multiply in place. *Shapes*: (n,)."""
+    for i in range(len(values)):
+        values[i] *= factor
+
+
 @_compiled("void(uint16[::1], float32[::1], boolean)")
 def halves_to_float(source: np.ndarray, destination: np.ndarray, is_bfloat16: bool) -> None:
     """Widen 16-bit floats, given as their bits, exactly. *Shapes*: both (n,)."""

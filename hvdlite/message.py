@@ -6,8 +6,8 @@ cycle compares and hashes them, and tuples do both in C.
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
-from typing import NamedTuple
+from enum import IntEnum
+from typing import Final, NamedTuple
 
 
 class ReduceOp(IntEnum):
@@ -21,19 +21,19 @@ class ReduceOp(IntEnum):
     Product = 5
 
 
-class Collective(str, Enum):
-    """The kinds of collective operation."""
+class Collective:
+    """The kinds of collective operation; plain strings, because every call compares them."""
 
-    ALLREDUCE = "allreduce"
-    ALLGATHER = "allgather"
-    BROADCAST = "broadcast"
-    ALLTOALL = "alltoall"
-    REDUCESCATTER = "reducescatter"
-    BARRIER = "barrier"
+    ALLREDUCE: Final = "allreduce"
+    ALLGATHER: Final = "allgather"
+    BROADCAST: Final = "broadcast"
+    ALLTOALL: Final = "alltoall"
+    REDUCESCATTER: Final = "reducescatter"
+    BARRIER: Final = "barrier"
 
 
 #: Collectives whose first dimensions may differ between ranks and between calls: a Request writes -1 there.
-RAGGED = frozenset((Collective.ALLGATHER.value, Collective.ALLTOALL.value))
+RAGGED = frozenset((Collective.ALLGATHER, Collective.ALLTOALL))
 
 #: Written instead of a first dimension that is exchanged with the data.
 ANY_LENGTH = -1

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from hvdlite import notes
 from hvdlite.errors import PeerFailedError
 
 #: Seconds a dying rank gives its peers to hear the reason. Chosen: several heartbeats.
@@ -53,6 +54,7 @@ def install(leave: Callable[[], bool], fail: Callable[[str, float], None], *, us
         if uses_mpi and os.getpid() == _State.process_id:
             fail(f"{kind.__name__}: {error}", _FAREWELL_S)
             if issubclass(kind, PeerFailedError):
+                notes.leave(notes.VICTIM)
                 time.sleep(_VICTIM_DELAY_S)
             _exit_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
 

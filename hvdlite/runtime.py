@@ -20,6 +20,7 @@ from hvdlite.dataplane.base import DataPlane
 from hvdlite.dataplane.local import LocalPlane
 from hvdlite.errors import ConfigError, NotInitializedError, UnavailableError
 from hvdlite.handle import Handle
+from hvdlite.message import Key, Request
 from hvdlite.process_set import ProcessSet
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.live import LiveTimeline
@@ -31,6 +32,11 @@ _log = logging.getLogger("hvdlite")
 NUM_UNNAMED = 256
 
 
+#: Grows in a child process, which inherits a runtime's memory but not its thread.
+_forks: list[None] = []
+os.register_at_fork(after_in_child=lambda: _forks.append(None))
+
+
 class Runtime:
     """A running rank."""
 
@@ -38,14 +44,16 @@ class Runtime:
         """Take over the planes; ``start`` begins the background loop (tests may step it instead)."""
         self.config = config
         self.topology = control.topology
-        self.process_sets: dict[int, ProcessSet] = {0: ProcessSet(0, tuple(range(control.topology.size)))}
+        self.process_sets: dict[int, ProcessSet] = {0: ProcessSet(0, tuple(range(control.topology.size)), control.topology.rank)}
         self.background = Background(
             config, control, {0: plane}, {0: self.process_sets[0].ranks}, timeline or NullTimeline())
         self._control = control
         self._plane = plane
         self._unnamed: dict[tuple[int, str], int] = {}
+        self._requests: dict[tuple[int, str, str], Request] = {}
         self._labels: dict[str, int] = {}
-        self._process_id = os.getpid()
+        self._num_forks = len(_forks)
+        self._max_requests = 4 * max(1024, config.cache_capacity)
 
     @classmethod
     def local(cls, group: LocalGroup, rank: int, config: Config | None = None, timeline: Timeline | None = None) -> Runtime:
@@ -73,14 +81,14 @@ class Runtime:
     @property
     def is_running(self) -> bool:
         """Whether calls are accepted."""
-        return os.getpid() == self._process_id and not self.background._ended
+        return len(_forks) == self._num_forks and not self.background._ended
 
     def submit(self, entry: TensorEntry, *, wait_for_name: bool = False) -> Handle:
         """Queue an entry.
 
         Raises: DuplicateNameError; NotInitializedError after the end and in a forked process.
         """
-        if os.getpid() != self._process_id:
+        if len(_forks) != self._num_forks:
             raise NotInitializedError(
                 f"{entry.request.key}: this is a forked process of rank {self.topology.rank}: it has no background thread: "
                 "call collectives in the process that called init()")
@@ -94,6 +102,21 @@ class Runtime:
         self._unnamed[process_set_id, collective] = count + 1
         return f"{collective}.noname.{count % NUM_UNNAMED}"
 
+    def request(
+        self, process_set_id: int, collective: str, name: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...],
+        op: int, root_rank: int, prescale: float, postscale: float, device: str,
+    ) -> Request:
+        """The Request of a call; that of the last call by this name if it is the same, so that a training loop makes
+        each of them once."""
+        known = self._requests.get((process_set_id, collective, name))
+        rest = (dtypes, shapes, op, root_rank, prescale, postscale, device, "none")
+        if known is None or known[1:] != rest:
+            if len(self._requests) >= self._max_requests:
+                self._requests.clear()
+            known = Request(Key(process_set_id, collective, name), *rest)
+            self._requests[known.key] = known
+        return known
+
     def label(self, prefix: str) -> str:
         """A name for something made in the same order on every rank: ``prefix.0``, ``prefix.1`` ..."""
         count = self._labels.get(prefix, 0)
@@ -102,7 +125,7 @@ class Runtime:
 
     def shutdown(self, reason: str = "shutdown() was called", *, failed: bool = False, timeout_s: float | None = None) -> bool:
         """End the job on all ranks; tell whether the loop has ended within ``timeout_s``."""
-        if os.getpid() != self._process_id:
+        if len(_forks) != self._num_forks:
             return True
         self.background.leave(reason, failed=failed)
         ended = self.background.join(timeout_s)

@@ -12,14 +12,16 @@ from hvdlite.adapters import adapter_for
 from hvdlite.buffer import Buffer
 from hvdlite.errors import InvalidRequestError, NotAMemberError, format_ranks
 from hvdlite.handle import Handle
-from hvdlite.message import ANY_LENGTH, Collective, Key, ReduceOp, Request
+from hvdlite.message import ANY_LENGTH, Collective, ReduceOp
 from hvdlite.process_set import ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.tensor_queue import TensorEntry
 
-_OPS = {
-    Collective.ALLREDUCE: (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Product),
-    Collective.REDUCESCATTER: (ReduceOp.Average, ReduceOp.Sum),
+#: What may be given as op, and its code.
+_OPS: dict[str, dict[Any, int]] = {
+    Collective.ALLREDUCE: {
+        op: op.value for op in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Product)},
+    Collective.REDUCESCATTER: {op: op.value for op in (ReduceOp.Average, ReduceOp.Sum)},
 }
 
 
@@ -29,59 +31,59 @@ class Submission:
     ``tensors`` is one tensor, or a sequence when ``is_group``; ``runtime`` defaults to the process's.
     """
 
+    __slots__ = ("collective", "is_group", "name", "process_set", "runtime", "tensors")
+
     def __init__(
-        self, collective: Collective, tensors: Any, *, is_group: bool = False, name: str | None = None,
+        self, collective: str, tensors: Any, *, is_group: bool = False, name: str | None = None,
         process_set: ProcessSet | None = None, runtime: Runtime | None = None,
     ) -> None:
         self.runtime = runtime or default_runtime()
         self.process_set = process_set or self.runtime.process_sets[0]
         self.collective = collective
         self.is_group = is_group
-        self.tensors = list(tensors) if is_group else [] if collective is Collective.BARRIER else [tensors]
-        self.is_unnamed = name is None
-        rank = self.runtime.topology.rank
-        if rank not in self.process_set.ranks:
+        self.name = name
+        self.tensors = list(tensors) if is_group else [] if collective == Collective.BARRIER else [tensors]
+        if self.process_set.rank_in_set < 0:
             raise NotAMemberError(
-                f"{collective.value} {name or '(unnamed)'!r}: rank {rank} is not in process set "
-                f"{self.process_set.process_set_id} ({format_ranks(self.process_set.ranks)}): call it on its members only")
-        self.rank_in_set = self.process_set.ranks.index(rank)
-        self._name = name
+                f"{self.label}: rank {self.runtime.topology.rank} is not in process set {self.process_set.process_set_id} "
+                f"({format_ranks(self.process_set.ranks)}): call it on its members only")
         if is_group and not self.tensors:
             raise self.invalid("the group is empty: pass at least one tensor")
 
     @property
     def label(self) -> str:
         """How messages call it."""
-        return f"unnamed {self.collective.value}" if self._name is None else f"{self.collective.value} {self._name!r}"
+        return f"unnamed {self.collective}" if self.name is None else f"{self.collective} {self.name!r}"
 
     def invalid(self, what: str) -> InvalidRequestError:
         """The error for a wrong argument; ``what`` continues the sentence."""
         return InvalidRequestError(f"{self.label}: {what}")
 
-    def op(self, op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
+    def op(self, op: ReduceOp | int | None, average: bool | None = None) -> int:
         """Resolve ``op`` and the older ``average``."""
-        if op is not None and average is not None:
-            raise self.invalid("op and average are both given: op alone says it (op=Average, op=Sum)")
         if op is None:
-            return ReduceOp.Sum if average is False else ReduceOp.Average
+            return ReduceOp.Sum.value if average is False else ReduceOp.Average.value
+        if average is not None:
+            raise self.invalid("op and average are both given: op alone says it (op=Average, op=Sum)")
         allowed = _OPS[self.collective]
-        if op not in allowed:
-            raise self.invalid(f"op {op!r} is not supported: use one of {', '.join(one.name for one in allowed)}")
-        return ReduceOp(op)
+        code = allowed.get(op)
+        if code is None:
+            raise self.invalid(f"op {op!r} is not supported: use one of {', '.join(ReduceOp(one).name for one in allowed)}")
+        return code
 
     def buffers(self, *, writable: bool = False, like: Sequence[Buffer] | None = None) -> tuple[Buffer, ...]:
         """View the tensors; with ``like`` make new ones of the same shapes instead."""
-        made = []
-        for index, tensor in enumerate(self.tensors):
-            try:
+        made: list[Buffer] = []
+        try:
+            for index, tensor in enumerate(self.tensors):
                 adapter = adapter_for(tensor)
                 if like is None:
                     made.append(adapter.buffer(tensor, writable))
                 else:
                     made.append(adapter.empty(like[index].shape, like[index].dtype, tensor))
-            except InvalidRequestError as reason:
-                where = f"tensor {index} of the group: " if self.is_group else ""
-                raise self.invalid(f"{where}{reason}") from reason
+        except InvalidRequestError as reason:
+            where = f"tensor {len(made)} of the group: " if self.is_group else ""
+            raise self.invalid(f"{where}{reason}") from reason
         if len(made) > 1 and len(devices := {buffer.device for buffer in made}) > 1:
             raise self.invalid(f"its tensors are on {' and '.join(sorted(devices))}: put them all on one device")
         return tuple(made)
@@ -92,21 +94,25 @@ class Submission:
 
     def add(
         self, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...] = (), *,
-        result: Callable[[TensorEntry], Any] | None = None, is_ragged: bool = False, op: ReduceOp = ReduceOp.Sum,
+        result: Callable[[TensorEntry], Any] | None = None, is_ragged: bool = False, op: int = ReduceOp.Sum.value,
         root_rank: int = -1, prescale: float = 1.0, postscale: float = 1.0, splits: tuple[int, ...] = (),
     ) -> Handle:
         """Queue the call."""
-        name = self.runtime.unnamed(self.process_set.process_set_id, self.collective.value) if self._name is None else self._name
-        key = Key(self.process_set.process_set_id, self.collective.value, name)
-        request = Request(
-            key, tuple(buffer.dtype for buffer in inputs),
-            tuple((ANY_LENGTH, *buffer.shape[1:]) if is_ragged else buffer.shape for buffer in inputs),
-            int(op), root_rank, float(prescale), float(postscale), inputs[0].device if inputs else "cpu")
+        runtime, process_set = self.runtime, self.process_set
+        name = runtime.unnamed(process_set.process_set_id, self.collective) if self.name is None else self.name
+        shapes: tuple[tuple[int, ...], ...]
+        if is_ragged:
+            shapes = tuple([(ANY_LENGTH, *buffer.shape[1:]) for buffer in inputs])
+        else:
+            shapes = tuple([buffer.shape for buffer in inputs])
+        request = runtime.request(
+            process_set.process_set_id, self.collective, name, tuple([buffer.dtype for buffer in inputs]), shapes,
+            op, root_rank, float(prescale), float(postscale), inputs[0].device if inputs else "cpu")
         entry = TensorEntry(
-            request, inputs, outputs, Handle(str(key)), result or (self._all if self.is_group else _first),
+            request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
             None if outputs or not inputs else self.allocator(inputs), splits,
-            root_in_set=self.process_set.ranks.index(root_rank) if root_rank >= 0 else -1)
-        return self.runtime.submit(entry, wait_for_name=self.is_unnamed)
+            root_in_set=process_set.ranks.index(root_rank) if root_rank >= 0 else -1)
+        return runtime.submit(entry, wait_for_name=self.name is None)
 
     @staticmethod
     def _all(entry: TensorEntry) -> list[Any]:
@@ -198,8 +204,9 @@ def _splits_like(splits: Any, entry: TensorEntry) -> Any:
 
 
 def _refuse_bool(call: Submission, inputs: Sequence[Buffer]) -> None:
-    if any(buffer.dtype == "bool" for buffer in inputs):
-        raise call.invalid("dtype bool has no sum or order here: convert it, for example to uint8")
+    for buffer in inputs:
+        if buffer.dtype == "bool":
+            raise call.invalid("dtype bool has no sum or order here: convert it, for example to uint8")
 
 
 def _refuse_scalars(call: Submission, inputs: Sequence[Buffer]) -> None:

@@ -91,7 +91,7 @@ def test_tables_of_all_ranks_stay_equal(seed, capacity):
     generator = random.Random(seed)
     tables = [SlotTable(capacity) for _ in range(3)]
     for _ in range(30):
-        reports = [report(*{name: request(name, (generator.choice([1, 2]),)) for name in generator.sample("abcdefgh", 4)}.values())
+        reports = [report(*[request(name, (generator.choice([1, 2]),)) for name in generator.sample("abcdefgh", 4)])
                    for _ in range(3)]
         agreement = negotiate(tables[0], reports, SETS)
         for table in tables:

@@ -25,7 +25,7 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
     if writable:
         _check_writable(array)
     if array.flags.c_contiguous:
-        return Buffer(array.reshape(-1), name, array.shape, "cpu", tensor)
+        return Buffer(array if array.ndim == 1 else array.reshape(-1), name, array.shape, "cpu", tensor)
     flat = array.flatten()
     made = Buffer(flat, name, array.shape, "cpu", tensor)
     if writable:
@@ -36,7 +36,7 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
 def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:
     """A new array, uninitialised."""
     array = np.empty(shape, NUMPY_DTYPES[dtype])
-    return Buffer(array.reshape(-1), dtype, shape, "cpu", array)
+    return Buffer(array if len(shape) == 1 else array.reshape(-1), dtype, shape, "cpu", array)
 
 
 def _as_array(tensor: Any, writable: bool) -> np.ndarray:

@@ -13,7 +13,7 @@ from hvdlite.collectives.workspace import Workspace
 from hvdlite.dataplane import halves
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.fusion import Bucket
-from hvdlite.message import ReduceOp, Request
+from hvdlite.message import Request
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.phase import Phase
 
@@ -50,7 +50,7 @@ def _execute_packed(
 
 def combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, request: Request, dtype: str) -> None:
     """Prescale, combine across ranks, average and postscale. *Shapes*: both (n,); may be the same array."""
-    op, divisor = unscaled_op(ReduceOp(request.op), plane.size)
+    op, divisor = unscaled_op(request.op, plane.size)
     if dtype in HALVES:
         halves.allreduce(plane, source, target, op, dtype == "bfloat16", request.prescale, request.postscale / divisor)
         return

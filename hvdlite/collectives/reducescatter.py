@@ -13,7 +13,6 @@ from hvdlite.collectives.workspace import Workspace
 from hvdlite.dataplane import halves
 from hvdlite.dataplane.base import DataPlane, even_counts
 from hvdlite.fusion import Bucket
-from hvdlite.message import ReduceOp
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.phase import Phase
 
@@ -23,7 +22,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     entry = entries[bucket.segments[0].slot]
     assert entry.allocate is not None
     request = entry.request
-    op, divisor = unscaled_op(ReduceOp(request.op), plane.size)
+    op, divisor = unscaled_op(request.op, plane.size)
     outputs = []
     for index, source in enumerate(entry.inputs):
         rows = even_counts(source.shape[0], plane.size)

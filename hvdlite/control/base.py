@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -32,8 +30,8 @@ class ControlPlane(Protocol):
     topology: Topology
     num_collectives: int
 
-    def agree(self, words: np.ndarray, on_wait: Callable[[], None]) -> np.ndarray:
-        """Combine ``words`` (int64, equal length everywhere) of all ranks by bitwise AND.
+    def agree(self, bits: int, num_words: int, on_wait: Callable[[], None]) -> int:
+        """Combine ``bits``, ``num_words`` 64-bit words equal in number everywhere, of all ranks by bitwise AND.
 
         ``on_wait`` is called now and then while other ranks are awaited; what it raises ends the wait.
         """

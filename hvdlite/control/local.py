@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import reduce
+from operator import and_
 from typing import Any
-
-import numpy as np
 
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
@@ -68,10 +68,9 @@ class LocalControl:
         self.num_collectives = 0
         self._group = group
 
-    def agree(self, words: np.ndarray, on_wait: Callable[[], None]) -> np.ndarray:
+    def agree(self, bits: int, num_words: int, on_wait: Callable[[], None]) -> int:
         self.num_collectives += 1
-        all_words = self._group.exchange(self.topology.rank, words.copy(), on_wait)
-        return np.bitwise_and.reduce(all_words)
+        return reduce(and_, self._group.exchange(self.topology.rank, bits, on_wait))
 
     def gather(self, value: Any) -> list[Any] | None:
         self.num_collectives += 1

@@ -31,17 +31,43 @@ class MpiControl:
         self.communicator = communicator.Dup()
         self.topology = _topology(MPI, self.communicator)
         self.num_collectives = 0
-        self._received = np.empty(0, np.int64)
+        self._sent, self._received = bytearray(), bytearray()
+        self._start: Callable[[], Any] = lambda: None
+        self._persistent: Any = None
 
-    def agree(self, words: np.ndarray, on_wait: Callable[[], None]) -> np.ndarray:
+    def agree(self, bits: int, num_words: int, on_wait: Callable[[], None]) -> int:
         self.num_collectives += 1
-        if len(self._received) != len(words):
-            self._received = np.empty_like(words)
+        num_bytes = 8 * num_words
         try:
-            complete(self.communicator.Iallreduce(words, self._received, self._mpi.BAND), on_wait)
+            if len(self._received) != num_bytes:
+                self._prepare(num_bytes)
+            self._sent[:] = bits.to_bytes(num_bytes, "little")
+            complete(self._start(), on_wait)
         except self._mpi.Exception as error:
             raise _transport_error("agreeing with the other ranks", error) from error
-        return self._received
+        return int.from_bytes(self._received, "little")
+
+    def _prepare(self, num_bytes: int) -> None:
+        """Make the buffers, and the persistent request that MPI 4 has: it starts in half the time."""
+        self._sent, self._received = bytearray(num_bytes), bytearray(num_bytes)
+        arguments = ([self._sent, self._mpi.INT64_T], [self._received, self._mpi.INT64_T], self._mpi.BAND)
+        self._free_persistent()
+        try:
+            request = self._persistent = self.communicator.Allreduce_init(*arguments)
+        except NotImplementedError:
+            self._start = lambda: self.communicator.Iallreduce(*arguments)
+            return
+
+        def start() -> Any:
+            request.Start()
+            return request
+
+        self._start = start
+
+    def _free_persistent(self) -> None:
+        if self._persistent is not None:
+            self._persistent.Free()
+            self._persistent = None
 
     def gather(self, value: Any) -> list[Any] | None:
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -78,6 +104,7 @@ class MpiControl:
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():
+            self._free_persistent()
             self.communicator.Free()
 
     def _whole(self, frame: np.ndarray, rank: int) -> bytes:

@@ -23,6 +23,7 @@ from typing import Any
 if not __package__:  # run by path: the standard library stays first, so nothing beside hvdlite can shadow it
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from hvdlite import notes
 from hvdlite.launch.channel import Channel, connect, pack, remove, unpack
 from hvdlite.launch.environment import rank_environment
 from hvdlite.launch.process import die_with_parent, signal_group
@@ -48,6 +49,7 @@ class Guard:
         self._sent: set[int] = set()  # ending signals the rank got from or through this guard
         self._hvdrun_gone = False
         self._kill_at_s = float("inf")
+        self._notes_fd = -1  # where the rank may say whose fault its end is
 
     def run(self) -> None:
         """Serve until hvdrun says leave, or until hvdrun is gone and the rank has ended."""
@@ -81,6 +83,10 @@ class Guard:
     def _start(self, job: dict[str, Any]) -> None:
         environment = {unpack(name): unpack(value) for name, value in job["environment"]}
         guard_pid = os.getpid()
+        self._notes_fd, write_fd = os.pipe()
+        os.set_blocking(self._notes_fd, False)
+        os.set_inheritable(write_fd, True)
+        environment[notes.VARIABLE.encode()] = str(write_fd).encode()
         try:
             self._process = subprocess.Popen(
                 [unpack(word) for word in job["argv"]],
@@ -94,6 +100,8 @@ class Guard:
             wanted = os.fsencode(reason.filename) if reason.filename is not None else b""
             self._report(kind="not_started", errno=reason.errno, text=reason.strerror, what=pack(wanted))
             return
+        finally:
+            os.close(write_fd)
         self._report(kind="started", pid=self._process.pid)
 
     def _take_signals(self, numbers: bytes) -> None:
@@ -115,7 +123,14 @@ class Guard:
             # Before reaping: until then no other process can have this group's number.
             signal_group(process.pid, signal.SIGKILL)
         self._process = None
-        self._report(kind="ended", returncode=process.wait(), ended_ns=ended_ns, sent=sorted(self._sent))
+        is_victim = notes.VICTIM in self._notes()
+        self._report(kind="ended", returncode=process.wait(), ended_ns=ended_ns, sent=sorted(self._sent), is_victim=is_victim)
+
+    def _notes(self) -> bytes:
+        try:
+            return os.read(self._notes_fd, 4096)
+        except BlockingIOError:
+            return b""  # the rank left a process behind that holds the pipe
 
     def _signal_rank(self, number: int) -> None:
         if number in _ENDING:

@@ -13,7 +13,8 @@ class RankEnd:
     """How one rank ended.
 
     ``returncode``: as ``subprocess`` has it, negative for a signal; None when its guard was lost before it could
-    say. ``sent``: the ending signals that reached it through its guard before its end.
+    say. ``sent``: the ending signals that reached it through its guard before its end. ``is_victim``: it said
+    itself that a peer's end was the reason of its own.
     """
 
     rank: int
@@ -21,6 +22,7 @@ class RankEnd:
     returncode: int | None
     ended_ns: int
     sent: tuple[int, ...] = ()
+    is_victim: bool = False
 
     @property
     def failed(self) -> bool:
@@ -29,8 +31,8 @@ class RankEnd:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether it failed, and nobody had told it to end."""
-        return self.failed and self.returncode is not None and not self.sent
+        """Whether it failed, nobody had told it to end, and no peer was the reason."""
+        return self.failed and self.returncode is not None and not self.sent and not self.is_victim
 
 
 @dataclass
@@ -50,8 +52,10 @@ class Outcome:
 
     @property
     def cause(self) -> RankEnd | None:
-        """The first rank, by time, that failed by itself."""
-        return min((e for e in self.ends.values() if e.failed_by_itself), key=lambda e: e.ended_ns, default=None)
+        """The first rank, by time, that failed by itself; where none did, the first that fell with another."""
+        ends = [end for end in self.ends.values() if end.failed_by_itself] or [
+            end for end in self.ends.values() if end.is_victim and not end.sent]
+        return min(ends, key=lambda end: end.ended_ns, default=None)
 
     @property
     def exit_code(self) -> int:
@@ -90,6 +94,9 @@ class Outcome:
         others = [end for end in self.ends.values() if end is not cause]
         ended = [end.rank for end in others if end.sent or end.returncode is None]
         texts = []
+        fell = [end.rank for end in others if end.is_victim and not end.sent]
+        if fell:
+            texts.append(f"{_ranks(fell)} ended because of it.")
         if ended:
             texts.append(f"{_ranks(ended)} {'was' if len(ended) == 1 else 'were'} then ended by hvdrun.")
         texts += [

@@ -159,7 +159,8 @@ class Supervisor:
             elif message["kind"] == "ended":
                 pid = self._ranks[rank].pid
                 self._ranks[rank].pid = 0
-                self._end(RankEnd(rank, pid, message["returncode"], message["ended_ns"], tuple(message["sent"])))
+                self._end(RankEnd(rank, pid, message["returncode"], message["ended_ns"], tuple(message["sent"]),
+                                  message["is_victim"]))
 
     def _lose(self, rank: int) -> None:
         """A guard is gone: the kernel has killed its rank; what that rank had started is killed here."""
