@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hvdlite import stall
+from hvdlite.backoff import sleep_s
 from hvdlite.collectives import EXECUTE
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.config import Config
@@ -50,12 +51,11 @@ _log = logging.getLogger("hvdlite")
 #: Status bits; every rank sends them inverted, so that AND tells "some rank".
 _LEAVE, _EXCHANGE, _STATUS = 1, 2, 3
 
-#: Seconds between two cycles of a rank that waits for others, growing from the first to the second.
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 50e-6, 1e-3
-
 #: Seconds after which a pending entry is reported to rank 0 once more, so that calls which can never match
 #: are found; then every ``stall_warning_s``.
 _FIRST_REPORT_S = 0.4
+#: Sleeps shorter than this cannot be part of a long silence.
+_NOTICED_S = 1e-3
 _CHECK_INTERVAL_NS = 100_000_000
 
 
@@ -90,6 +90,7 @@ class Background:
         self._ended = False
         self._next_check_ns = 0
         self._awaited_since = 0.0
+        self._progress_s = time.monotonic()
         self._last_warning_s = -float("inf")
         self._thread = threading.Thread(target=self.run, name="hvdlite-background", daemon=True)
 
@@ -112,7 +113,6 @@ class Background:
     def run(self) -> None:
         """Cycle until all ranks leave; whatever happens, every handle ends."""
         _shorten_timer_slack()
-        backoff_s = _FIRST_BACKOFF_S
         try:
             with np.errstate(all="ignore"):
                 while not self._ended:
@@ -121,11 +121,10 @@ class Background:
                         self._timeline.flush()
                     if self._cycle_time_s:
                         self._wait_for_more()
-                    if self.run_cycle() or len(self.queue):
-                        backoff_s = _FIRST_BACKOFF_S
-                    elif self._pending:
-                        self.queue.wait(backoff_s)
-                        backoff_s = min(_LONGEST_BACKOFF_S, backoff_s * 1.3)
+                    if self.run_cycle():
+                        self._progress_s = time.monotonic()
+                    elif self._pending and not len(self.queue):
+                        self.queue.wait_for_wake(sleep_s(time.monotonic() - self._progress_s))
         except HorovodInternalError as error:
             self._end(error)
         except BaseException as error:
@@ -136,7 +135,9 @@ class Background:
     def run_cycle(self) -> bool:
         """Run one cycle; tell whether anything was agreed or anything changed on any rank."""
         self.num_cycles += 1
-        self._admit(self.queue.drain())
+        entries = self.queue.drain()
+        if entries:
+            self._admit(entries)
         start_ns = time.monotonic_ns() if self._timeline.is_recording else 0
         status, everywhere, anywhere = self._agree()
         if status & _LEAVE:
@@ -153,6 +154,7 @@ class Background:
         return changed or bool(everywhere)
 
     def _admit(self, entries: list[TensorEntry]) -> None:
+        self._progress_s = time.monotonic()
         for entry in entries:
             self._pending[entry.request.key] = entry
             slot = self.slots.matches(entry.request)
@@ -173,7 +175,8 @@ class Background:
         asked = (_LEAVE if self._farewell else 0) | (_EXCHANGE if self._must_exchange else 0)
         bits = (asked ^ _STATUS) | self._mask << 64 | (self._mask ^ full) << (64 + width)
         self._awaited_since = 0.0
-        agreed = self._control.agree(bits, 1 + 2 * num_words, self._on_wait)
+        waited_s = 0.0 if self._must_exchange else time.monotonic() - self._progress_s
+        agreed = self._control.agree(bits, 1 + 2 * num_words, self._pause, waited_s)
         return agreed & _STATUS ^ _STATUS, agreed >> 64 & full, agreed >> (64 + width) ^ full
 
     def _exchange(self) -> int:
@@ -281,8 +284,13 @@ class Background:
             self._last_warning_s = time.monotonic()
             _log.warning("%s: look at what those ranks are doing", stall.describe(found))
 
-    def _on_wait(self) -> None:
-        """Say once that the control plane has not answered for long: a rank died or was stopped."""
+    def _pause(self, seconds: float) -> bool:
+        """Sleep, or until woken; say once that the control plane has not answered for long."""
+        if seconds > _NOTICED_S:
+            self._look_at_silence()
+        return self.queue.wait_for_wake(seconds)
+
+    def _look_at_silence(self) -> None:
         limit_s = self._config.stall_warning_s
         if self._config.stall_check_disable or not limit_s:
             return

@@ -9,27 +9,43 @@ from typing import Any
 #: Tests before the first sleep, about 0.2 ms. Measured: two ranks that answer one another's calls meet within it;
 #: with a third of it most waits ended in a sleep and a one-element allreduce took 1.4 times as long.
 EAGER_TESTS = 300
+#: After this long without progress the burst is left out. Chosen.
+EAGER_FOR_S = 5e-3
+#: The sleep between two tests is this share of the time waited so far, which it makes at most so much longer.
+SLEEP_SHARE = 0.01
 FIRST_SLEEP_S = 50e-6
-#: Waiting for a rank may take for ever: sleep up to this between two tests.
-LONGEST_SLEEP_S = 1e-3
+#: Waiting for a rank may take for ever. Measured: a rank that waits 5 s for another uses 2.5 % of a core
+#: (tools/bench_runtime.py); with half of this 3.5 %.
+LONGEST_SLEEP_S = 10e-3
 #: While data flows the transport moves only inside a test: sleep no longer than this.
 LONGEST_TRANSFER_SLEEP_S = 100e-6
 
 
-def complete(
-    request: Any, on_wait: Callable[[], None] | None = None, longest_sleep_s: float = LONGEST_SLEEP_S
-) -> None:
-    """Wait for an MPI request: a burst of tests, then sleeps that grow to ``longest_sleep_s``.
+def sleep_s(waited_s: float, longest_s: float = LONGEST_SLEEP_S) -> float:
+    """How long to sleep until the next look, after having waited ``waited_s`` in all."""
+    return min(longest_s, max(FIRST_SLEEP_S, SLEEP_SHARE * waited_s))
 
-    ``on_wait`` is called after every sleep; what it raises ends the wait and leaves the request behind.
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def complete(
+    request: Any, pause: Callable[[float], bool] = _sleep, waited_s: float = 0.0, longest_s: float = LONGEST_SLEEP_S
+) -> None:
+    """Wait for an MPI request: a burst of tests, then sleeps that grow to ``longest_s``.
+
+    ``pause`` sleeps, and tells whether something happened that makes another burst worth it; what it raises ends the
+    wait and leaves the request behind. ``waited_s``: how long the caller has waited already.
     """
     test = request.Test
-    for _ in range(EAGER_TESTS):
+    for _ in range(EAGER_TESTS if waited_s < EAGER_FOR_S else 1):
         if test():
             return
-    sleep_s = FIRST_SLEEP_S
-    while not request.Test():
-        time.sleep(sleep_s)
-        sleep_s = min(longest_sleep_s, sleep_s * 1.2)
-        if on_wait:
-            on_wait()
+    since_s = time.monotonic() - waited_s
+    while not test():
+        if pause(sleep_s(time.monotonic() - since_s, longest_s)):
+            for _ in range(EAGER_TESTS):
+                if test():
+                    return

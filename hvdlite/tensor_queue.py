@@ -89,6 +89,10 @@ class TensorQueue:
         """Sleep until woken or until ``timeout_s`` has passed; tell whether something may be queued."""
         return self._wake.acquire(timeout=timeout_s) or bool(self._waiting)
 
+    def wait_for_wake(self, timeout_s: float) -> bool:
+        """Sleep until woken or until ``timeout_s`` has passed; tell which."""
+        return self._wake.acquire(timeout=timeout_s)
+
     def drain(self) -> list[TensorEntry]:
         """Take everything queued, in order."""
         # Taken back before looking: what is added from here on releases it again, so no wake-up is lost.

@@ -1,12 +1,15 @@
 """The runtime above the transport, with ranks as threads: results, errors, order, steady state, the end."""
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from ranks import Rank, run_ranks
 
+from hvdlite import adapters
 from hvdlite.config import Config
 from hvdlite.control.local import LocalGroup
 from hvdlite.errors import (
@@ -196,6 +199,56 @@ def test_many_names_with_a_small_cache_stay_bounded():
         assert len(rank.runtime.background.slots.requests) <= 16 + 2
 
     run_ranks(2, body, Config(heartbeat_ms=5, cache_capacity=16))
+
+
+@pytest.mark.parametrize("name", [lambda i: None, lambda i: f"n{i % 100}", lambda i: f"n{i}"],
+                         ids=["unnamed", "named", "ever new"])
+def test_memory_and_slots_stay_flat_over_100_000_calls(name):
+    def memory():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def body(rank):
+        one = np.ones(1, np.float32)
+        for i in range(100_000):
+            rank.allreduce(one, name=name(i))
+            if i == 30_000:
+                before = memory()
+        assert memory() - before < 2 << 20
+        background = rank.runtime.background
+        assert len(background.slots) <= 1025 and len(background.slots.requests) <= 1026
+        assert len(rank.runtime._requests) <= 4096 and not background._pending
+
+    run_ranks(1, body, timeout_s=120)
+
+
+class Elsewhere(np.ndarray):
+    """Pretends to be on a GPU."""
+
+
+class ElsewhereAdapter:
+    @staticmethod
+    def buffer(tensor, writable):
+        made = adapters.numpy.buffer(np.asarray(tensor), writable)
+        made.device = "cuda"
+        return made
+
+    @staticmethod
+    def empty(shape, dtype, like):
+        return ElsewhereAdapter.buffer(np.empty(shape, dtype), True)
+
+
+def test_mixed_devices(monkeypatch):
+    monkeypatch.setitem(adapters._known, Elsewhere, ElsewhereAdapter)
+
+    def body(rank):
+        here, there = np.ones(3), np.ones(3).view(Elsewhere)
+        with pytest.raises(InvalidRequestError, match="'a': its tensors are on cpu and cuda: put them all on one device"):
+            rank.allreduce([here, there], name="a", is_group=True)
+        with pytest.raises(MismatchError, match="'b': devices differ: rank 0 has cpu, rank 1 has cuda"):
+            rank.allreduce([here, there][rank.rank], name="b")
+        assert rank.allreduce(here, name="a").tolist() == [1, 1, 1]
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("capacity", [0, 50, 5000])

@@ -30,10 +30,11 @@ class ControlPlane(Protocol):
     topology: Topology
     num_collectives: int
 
-    def agree(self, bits: int, num_words: int, on_wait: Callable[[], None]) -> int:
+    def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         """Combine ``bits``, ``num_words`` 64-bit words equal in number everywhere, of all ranks by bitwise AND.
 
-        ``on_wait`` is called now and then while other ranks are awaited; what it raises ends the wait.
+        ``pause`` sleeps for some seconds while other ranks are awaited, and tells whether it was woken up; what it
+        raises ends the wait. ``waited_s``: how long nothing has happened so far, the longer the lazier.
         """
 
     def gather(self, value: Any) -> list[Any] | None:

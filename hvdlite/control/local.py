@@ -28,7 +28,7 @@ class LocalGroup:
         self._taken: dict[int, int] = {}
         self._broken = ""
 
-    def exchange(self, rank: int, value: Any, on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def exchange(self, rank: int, value: Any, pause: Callable[[float], bool] | None = None) -> list[Any]:
         """Give ``value``, wait for the other ranks, return all values in rank order."""
         if self.size == 1:
             return [value]
@@ -41,9 +41,9 @@ class LocalGroup:
             if self._filled[number] == self.size:
                 self._changed.notify_all()
             while self._filled[number] < self.size and not self._broken:
-                self._changed.wait(0.05 if on_wait else None)
-                if on_wait:
-                    on_wait()
+                self._changed.wait(0.05 if pause else None)
+                if pause:
+                    pause(0.0)
             if self._broken:
                 raise TransportError(f"local group: {self._broken}: start the ranks again")
             self._taken[number] = self._taken.get(number, 0) + 1
@@ -68,9 +68,9 @@ class LocalControl:
         self.num_collectives = 0
         self._group = group
 
-    def agree(self, bits: int, num_words: int, on_wait: Callable[[], None]) -> int:
+    def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         self.num_collectives += 1
-        return reduce(and_, self._group.exchange(self.topology.rank, bits, on_wait))
+        return reduce(and_, self._group.exchange(self.topology.rank, bits, pause))
 
     def gather(self, value: Any) -> list[Any] | None:
         self.num_collectives += 1

@@ -35,14 +35,14 @@ class MpiControl:
         self._start: Callable[[], Any] = lambda: None
         self._persistent: Any = None
 
-    def agree(self, bits: int, num_words: int, on_wait: Callable[[], None]) -> int:
+    def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         self.num_collectives += 1
         num_bytes = 8 * num_words
         try:
             if len(self._received) != num_bytes:
                 self._prepare(num_bytes)
             self._sent[:] = bits.to_bytes(num_bytes, "little")
-            complete(self._start(), on_wait)
+            complete(self._start(), pause, waited_s)
         except self._mpi.Exception as error:
             raise _transport_error("agreeing with the other ranks", error) from error
         return int.from_bytes(self._received, "little")

@@ -126,7 +126,7 @@ class MpiPlane:
             self._communicator.Free()
 
     def _complete(self, request: Any) -> None:
-        complete(request, longest_sleep_s=LONGEST_TRANSFER_SLEEP_S)
+        complete(request, longest_s=LONGEST_TRANSFER_SLEEP_S)
 
     def _pieces(self, count: int, item_bytes: int = 0) -> Iterator[slice]:
         """Cut ``count`` elements into what one call may carry; equal on all ranks."""
