@@ -14,13 +14,33 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdlite import submission
+from hvdlite.errors import InvalidRequestError
 from hvdlite.handle import Handle
+from hvdlite.membership import add_process_set, join, register_at_init, remove_process_set
 from hvdlite.message import Collective, ReduceOp
-from hvdlite.process_set import ProcessSet
-from hvdlite.runtime import default_runtime, init, is_initialized, shutdown
+from hvdlite.objects import allgather_object, broadcast_object
+from hvdlite.process_set import ProcessSet, global_process_set
+from hvdlite.runtime import default_runtime, is_initialized, shutdown, start_default
 from hvdlite.submission import Submission
 
 Average, Sum, Min, Max, Product = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Start the runtime of this process; collective over all ranks of the job, harmless when running.
+
+    Without a starter it is a job of one rank and needs no MPI. The environment is read here. ``comm``: an mpi4py
+    communicator or a list of world ranks, instead of all ranks. ``process_sets``: sets to register at once; the string
+    "dynamic" is accepted, sets may come and go in any case.
+    Raises: ConfigError (a setting; a starter that is not of mpi4py's MPI); UnavailableError (no MPI);
+    InvalidRequestError (``comm`` or ``process_sets``).
+    """
+    runtime = start_default(comm)
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise InvalidRequestError(f"init(process_sets={process_sets!r}): pass a list of ProcessSet, or 'dynamic'")
+    elif process_sets:
+        register_at_init(process_sets, runtime)
 
 
 def rank() -> int:
@@ -162,9 +182,11 @@ def broadcast_parameters(parameters: Mapping[str, Any] | Sequence[tuple[str, Any
 
 
 __all__ = [
-    "Average", "Max", "Min", "Product", "Sum", "allgather", "allgather_async", "allreduce", "allreduce_",
-    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async", "broadcast",
-    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters", "cross_rank", "cross_size",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init",
-    "is_initialized", "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "shutdown", "size",
+    "Average", "Max", "Min", "Product", "Sum", "add_process_set", "allgather", "allgather_async", "allgather_object",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
+    "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
+    "broadcast_parameters", "cross_rank", "cross_size", "global_process_set", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_initialized", "join",
+    "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "shutdown",
+    "size",
 ]

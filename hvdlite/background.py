@@ -25,6 +25,7 @@ import numpy as np
 from hvdlite import stall
 from hvdlite.backoff import sleep_s
 from hvdlite.collectives import EXECUTE
+from hvdlite.collectives.join import neutral_entry
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.config import Config
 from hvdlite.control.base import ControlPlane
@@ -32,14 +33,16 @@ from hvdlite.dataplane.base import DataPlane
 from hvdlite.errors import (
     HorovodInternalError,
     InternalError,
+    InvalidRequestError,
     MismatchError,
     NotInitializedError,
     PeerFailedError,
+    ProcessSetRemovedError,
     StalledError,
     format_ranks,
 )
 from hvdlite.fusion import Plan, compile_plan, num_bytes
-from hvdlite.message import Agreement, Farewell, Key, Report, Request
+from hvdlite.message import SINGULAR, Agreement, Collective, Farewell, Key, Report, Request
 from hvdlite.negotiation import negotiate
 from hvdlite.response_cache import SlotTable
 from hvdlite.tensor_queue import TensorEntry, TensorQueue
@@ -49,7 +52,7 @@ from hvdlite.timeline.recorder import Timeline
 _log = logging.getLogger("hvdlite")
 
 #: Status bits; every rank sends them inverted, so that AND tells "some rank".
-_LEAVE, _EXCHANGE, _STATUS = 1, 2, 3
+_LEAVE, _EXCHANGE, _JOINED, _STATUS = 1, 2, 4, 7
 
 #: Seconds after which a pending entry is reported to rank 0 once more, so that calls which can never match
 #: are found; then every ``stall_warning_s``.
@@ -67,9 +70,9 @@ class Background:
     """
 
     def __init__(
-        self, config: Config, control: ControlPlane, planes: Mapping[int, DataPlane],
-        process_sets: Mapping[int, Sequence[int]], timeline: Timeline,
+        self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline,
     ) -> None:
+        """``plane`` is that of all ranks; those of other process sets are made from it."""
         self.queue = TensorQueue()
         self.slots = SlotTable(config.cache_capacity)
         self.num_cycles = 0
@@ -77,15 +80,19 @@ class Background:
         self._config = config
         self._cycle_time_s = config.cycle_time_ms / 1e3
         self._control = control
-        self._planes = planes
-        self._process_sets = process_sets
+        self._planes = {0: plane}
+        self._process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(control.topology.size))}
+        self._next_process_set_id = 1
         self._timeline = timeline
         self._workspace = Workspace(timeline)
         self._rank = control.topology.rank
         self._pending: dict[Key, TensorEntry] = {}
         self._mask = 0  # bit s: slot s is pending here, with the request the slot holds
+        self._granted = 0  # bit s: slot s need not be pending here: not a member, or joined
+        self._has_joined = self._someone_joined = False
         self._anywhere = 0
         self._must_exchange = False
+        self._last_joined = -1
         self._farewell: Farewell | None = None
         self._ended = False
         self._next_check_ns = 0
@@ -117,7 +124,7 @@ class Background:
             with np.errstate(all="ignore"):
                 while not self._ended:
                     if not self._pending and not len(self.queue) and self._farewell is None:
-                        self.queue.wait(self._config.heartbeat_ms / 1e3)
+                        self.queue.wait(self._heartbeat_s())
                         self._timeline.flush()
                     if self._cycle_time_s:
                         self._wait_for_more()
@@ -145,8 +152,11 @@ class Background:
             return True
         if status & _EXCHANGE:
             everywhere = self._exchange()
+        else:
+            everywhere &= anywhere  # what nobody has pending is not ready because all could do without
         changed = anywhere != self._anywhere or bool(status & _EXCHANGE)
         self._anywhere = anywhere & ~everywhere
+        self._someone_joined = bool(status & _JOINED)
         if everywhere and not self._ended:
             self._execute(self.slots.plan(everywhere, self._compile), start_ns)
         elif self._pending:
@@ -156,24 +166,41 @@ class Background:
     def _admit(self, entries: list[TensorEntry]) -> None:
         self._progress_s = time.monotonic()
         for entry in entries:
-            self._pending[entry.request.key] = entry
-            slot = self.slots.matches(entry.request)
+            key = entry.request.key
+            self._pending[key] = entry
+            slot = self._matches(entry.request)
             if slot is None:
                 self._must_exchange = True
+                self._has_joined |= key.collective == Collective.JOIN
             else:
                 self._mask |= 1 << slot
+                # Cached or not: rank 0 has to see that this cannot go on without those who joined.
+                self._must_exchange |= self._someone_joined and key.collective != Collective.ALLREDUCE
+
+    def _matches(self, request: Request) -> int | None:
+        """The slot that holds exactly ``request``, unless rank 0 has to look at it each time."""
+        return None if request.key.collective in SINGULAR else self.slots.matches(request)
+
+    def _heartbeat_s(self) -> float:
+        """How long a rank with nothing to do sleeps. It looks soon again while process sets without it are at work,
+        because nothing of theirs is agreed without it; the more rarely, the longer nothing has happened."""
+        heartbeat_s = self._config.heartbeat_ms / 1e3
+        if len(self._process_sets) == 1:
+            return heartbeat_s
+        return sleep_s(time.monotonic() - self._progress_s, heartbeat_s)
 
     def _agree(self) -> tuple[int, int, int]:
         """Exchange bits; return (status, ready everywhere, pending anywhere).
 
-        *Format*: 64 status bits, one bit per slot that is pending here, one per slot that is not; AND tells "all" of
-        the second and, inverted, "some" of the first and the third.
+        *Format*: 64 status bits, one bit per slot that is pending here (or can do without this rank), one per slot that
+        is not pending here; AND tells "all" of the second and, inverted, "some" of the first and the third.
         """
         num_words = self.slots.num_words
         width = 64 * num_words
         full = (1 << width) - 1
-        asked = (_LEAVE if self._farewell else 0) | (_EXCHANGE if self._must_exchange else 0)
-        bits = (asked ^ _STATUS) | self._mask << 64 | (self._mask ^ full) << (64 + width)
+        asked = (_LEAVE if self._farewell else 0) | (_EXCHANGE if self._must_exchange else 0) | (
+            _JOINED if self._has_joined else 0)
+        bits = (asked ^ _STATUS) | (self._mask | self._granted) << 64 | (self._mask ^ full) << (64 + width)
         self._awaited_since = 0.0
         waited_s = 0.0 if self._must_exchange else time.monotonic() - self._progress_s
         agreed = self._control.agree(bits, 1 + 2 * num_words, self._pause, waited_s)
@@ -197,26 +224,95 @@ class Background:
         for key, message in agreed.errors:
             self._fail(key, MismatchError(message))
         self._mask = sum(1 << slot for entry in self._pending.values()
-                         if (slot := self.slots.matches(entry.request)) is not None)
+                         if (slot := self._matches(entry.request)) is not None)
+        self._granted = self._grant()
+        self._last_joined = agreed.last_joined
         if agreed.fatal:
             self.is_clean = False
             self._end(StalledError(f"{agreed.fatal}: the job ends on every rank; look at the ranks named"))
         return sum(1 << slot for slot in agreed.ready)
+
+    def _grant(self) -> int:
+        """The slots that this rank holds nobody up in."""
+        if not self._has_joined and len(self._planes) == len(self._process_sets):
+            return 0
+        return sum(
+            1 << slot for slot, key in self.slots.assigned()
+            if key.process_set_id not in self._planes
+            or (self._has_joined and key.collective == Collective.ALLREDUCE and key.process_set_id == 0))
 
     def _compile(self, requests: list[tuple[int, Request]]) -> Plan:
         return compile_plan(requests, self._config.fusion_threshold_bytes)
 
     def _execute(self, plan: Plan, start_ns: int) -> None:
         """Run the plan's buckets in order; complete each entry after its last bucket."""
-        entries = {slot: self._pending[self.slots.key_of(slot)] for slot in plan.slots}
+        entries = {slot: entry for slot in plan.slots if (entry := self._pending.get(self.slots.key_of(slot))) is not None}
+        if len(entries) < len(plan.slots):
+            self._stand_in(plan, entries)
         if self._timeline.is_recording:
             self._record_negotiation(entries, start_ns)
         self.slots.touch(plan.slots)  # before the handles: what follows them delays the threads they wake
         for bucket in plan.buckets:
             key = bucket.request.key
-            EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
-            for slot in bucket.finishes:
-                self._complete(slot, entries[slot])
+            if key.collective in SINGULAR:
+                self._change_job(self._pending[key])
+            elif key.process_set_id in self._planes:
+                EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
+                for slot in bucket.finishes:
+                    self._complete(slot, entries[slot])
+
+    def _stand_in(self, plan: Plan, entries: dict[int, TensorEntry]) -> None:
+        """After join(), take part in what others submit, with values that change nothing."""
+        for slot in plan.slots:
+            request = self.slots.requests[slot]
+            if slot not in entries and request is not None and request.key.process_set_id in self._planes:
+                entries[slot] = neutral_entry(request)
+
+    def _change_job(self, entry: TensorEntry) -> None:
+        """Execute what is about all ranks and not about tensors."""
+        key = entry.request.key
+        del self._pending[key]
+        self.queue.release(key)
+        try:
+            if key.collective == Collective.JOIN:
+                self._has_joined = False
+                self._granted = self._grant()
+                entry.handle.complete(self._last_joined)
+            elif key.collective == Collective.ADD_PROCESS_SET:
+                entry.handle.complete(self._add_process_set(key, entry.request.shapes[0]))
+            else:
+                entry.handle.complete(self._remove_process_set(key, entry.request.shapes[0][0]))
+        except InvalidRequestError as error:
+            entry.handle.fail(error)
+
+    def _add_process_set(self, key: Key, ranks: tuple[int, ...]) -> int:
+        for process_set_id, known in self._process_sets.items():
+            if known == ranks:
+                raise InvalidRequestError(
+                    f"{key}: a process set of {format_ranks(ranks)} exists already (id {process_set_id}): use that one")
+        process_set_id = self._next_process_set_id
+        self._next_process_set_id += 1
+        plane = self._planes[0].subset(ranks)
+        if plane is not None:
+            self._planes[process_set_id] = plane
+        self._process_sets[process_set_id] = ranks
+        return process_set_id
+
+    def _remove_process_set(self, key: Key, process_set_id: int) -> bool:
+        if process_set_id not in self._process_sets:
+            raise InvalidRequestError(f"{key}: there is no process set {process_set_id} (any more)")
+        for other in [other for other in self._pending if other.process_set_id == process_set_id]:
+            self._fail(other, ProcessSetRemovedError(f"{other}: its process set was removed while it was in flight: "
+                                                     "wait for all its operations before remove_process_set()"))
+        self.slots.remove_process_set(process_set_id)
+        del self._process_sets[process_set_id]
+        plane = self._planes.pop(process_set_id, None)
+        if plane is not None:
+            plane.close()
+        self._mask = sum(1 << slot for entry in self._pending.values()
+                         if (slot := self._matches(entry.request)) is not None)
+        self._granted = self._grant()
+        return True
 
     def _record_negotiation(self, entries: Mapping[int, TensorEntry], start_ns: int) -> None:
         now_ns = time.monotonic_ns()
@@ -229,8 +325,9 @@ class Background:
 
     def _complete(self, slot: int, entry: TensorEntry) -> None:
         key = entry.request.key
-        del self._pending[key]
-        self._mask ^= 1 << slot
+        if self._pending.pop(key, None) is None:
+            return  # this rank only stood in
+        self._mask &= ~(1 << slot)
         for buffer in entry.outputs:
             if buffer.write_back:
                 buffer.write_back()

@@ -13,6 +13,7 @@
     |   |-- MismatchError                       the ranks disagree about one tensor
     |   |-- TransportError                      MPI or NCCL reported a failure
     |   |-- StalledError                        a rank did not submit in time
+    |   |-- ProcessSetRemovedError              the process set was removed meanwhile
     |   |-- PeerFailedError                     another rank raised, died or left
     |   `-- NotInitializedError (ValueError)    before init(), after shutdown(), or after a peer ended the job
     |-- HostsUpdatedInterrupt (RuntimeError)    the set of hosts changed (elastic)
@@ -69,6 +70,10 @@ class TransportError(HorovodInternalError):
 
 class StalledError(HorovodInternalError):
     """A tensor waited for some ranks longer than the stall limit."""
+
+
+class ProcessSetRemovedError(HorovodInternalError):
+    """The operation's process set was removed while it was in flight."""
 
 
 class PeerFailedError(HorovodInternalError):

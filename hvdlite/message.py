@@ -30,10 +30,16 @@ class Collective:
     ALLTOALL: Final = "alltoall"
     REDUCESCATTER: Final = "reducescatter"
     BARRIER: Final = "barrier"
+    JOIN: Final = "join"
+    ADD_PROCESS_SET: Final = "add_process_set"
+    REMOVE_PROCESS_SET: Final = "remove_process_set"
 
 
 #: Collectives whose first dimensions may differ between ranks and between calls: a Request writes -1 there.
 RAGGED = frozenset((Collective.ALLGATHER, Collective.ALLTOALL))
+
+#: What changes the whole job and is never cached: it runs once, then its slot is given up.
+SINGULAR = frozenset((Collective.JOIN, Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET))
 
 #: Written instead of a first dimension that is exchanged with the data.
 ANY_LENGTH = -1
@@ -74,13 +80,19 @@ class Report(NamedTuple):
     requests: tuple[Request, ...]
     waited_s: tuple[float, ...]
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the rank is out of data: it takes part in others' allreduces with neutral values."""
+        return any(request.key.collective == Collective.JOIN for request in self.requests)
+
 
 class Agreement(NamedTuple):
     """What rank 0 made of all reports; every rank applies it to its slots in this order.
 
     ``evicted``: slots given up. ``assigned``: (slot, request) pairs, request None while the ranks that
     submitted so far disagree. ``errors``: (key, message) of operations that fail on every rank. ``ready``:
-    slots that every rank submitted alike. ``fatal``: why the job must end, or empty.
+    slots that every rank submitted alike. ``fatal``: why the job must end, or empty. ``last_joined``: the rank that
+    joined last, once all have.
     """
 
     evicted: tuple[int, ...]
@@ -88,6 +100,7 @@ class Agreement(NamedTuple):
     errors: tuple[tuple[Key, str], ...]
     ready: tuple[int, ...]
     fatal: str
+    last_joined: int = -1
 
 
 class Farewell(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite import stall
 from hvdlite.errors import format_ranks
-from hvdlite.message import Agreement, Key, ReduceOp, Report, Request
+from hvdlite.message import SINGULAR, Agreement, Collective, Key, ReduceOp, Report, Request
 from hvdlite.response_cache import SlotTable
 
 #: Seconds after which one name submitted to different collectives is called a mismatch. Chosen: long enough
@@ -33,13 +33,15 @@ def negotiate(
     ready: list[int] = []
     dropped: set[int] = set()
     free = table.next_free()
-    crossed = _crossed(pending, reports, process_sets)
+    joined = {rank for rank, report in enumerate(reports) if report.has_joined}
+    hopeless = _crossed(pending, reports, process_sets) | _cut_off(pending, joined, process_sets)
     for key, by_rank in pending.items():
         agreed = _common(list(by_rank.values()))
-        complete = len(by_rank) == len(process_sets[key.process_set_id])
+        missing = set(process_sets[key.process_set_id]) - by_rank.keys()
+        complete = not missing or (missing <= joined and _goes_on(key))
         slot = table.find(key)
-        if key in crossed or (complete and agreed is None):
-            errors.append((key, crossed.get(key) or describe_mismatch(key, by_rank)))
+        if key in hopeless or (complete and agreed is None):
+            errors.append((key, hopeless.get(key) or describe_mismatch(key, by_rank)))
             if slot is not None:
                 dropped.add(slot)
             continue
@@ -57,7 +59,33 @@ def negotiate(
         errors=tuple(errors),
         ready=tuple(sorted(ready)),
         fatal=stall.fatal(reports, pending, process_sets, stall_shutdown_s),
+        last_joined=_last_joined(reports) if len(joined) == len(reports) else -1,
     )
+
+
+def _goes_on(key: Key) -> bool:
+    """Whether an operation can do without ranks that have joined."""
+    return key.collective == Collective.ALLREDUCE and key.process_set_id == 0
+
+
+def _cut_off(
+    pending: Mapping[Key, Mapping[int, Request]], joined: set[int], process_sets: Mapping[int, Sequence[int]]
+) -> dict[Key, str]:
+    """Find what only joined ranks are missing from, and cannot do without them."""
+    found: dict[Key, str] = {}
+    for key in pending if joined else ():
+        missing = set(process_sets[key.process_set_id]) - pending[key].keys()
+        if missing and missing <= joined and key.collective not in SINGULAR and not _goes_on(key):
+            found[key] = (f"{key}: {format_ranks(missing)} called join(): only an allreduce over all ranks goes on without "
+                          "them: call other operations while every rank still has data")
+    return found
+
+
+def _last_joined(reports: Sequence[Report]) -> int:
+    """The rank that has waited least in join(); of several the highest."""
+    waited = [min(seconds for request, seconds in zip(report.requests, report.waited_s, strict=True)
+                  if request.key.collective == Collective.JOIN) for report in reports]
+    return min(range(len(reports)), key=lambda rank: (waited[rank], -rank))
 
 
 def _by_key(reports: Sequence[Report]) -> dict[Key, dict[int, Request]]:
@@ -137,6 +165,8 @@ def describe_mismatch(key: Key, by_rank: Mapping[int, Request]) -> str:
         sides: dict[object, list[int]] = {}
         for rank, request in sorted(by_rank.items()):
             sides.setdefault(getattr(request, field), []).append(rank)
+        if len(sides) > 1 and key.collective in SINGULAR:
+            plural, advice = "ranks of the process set", "pass the same ranks everywhere, in the same order of calls"
         if len(sides) > 1:
             words = [f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {_word(field, value)}"
                      for value, ranks in sides.items()]

@@ -55,6 +55,10 @@ class SlotTable:
         assert key is not None, slot
         return key
 
+    def assigned(self) -> Iterator[tuple[int, Key]]:
+        """Every slot with its key."""
+        return ((slot, key) for slot, key in enumerate(self._keys) if key is not None)
+
     def matches(self, request: Request) -> int | None:
         """The slot that holds exactly ``request``, or None."""
         slot = self._by_key.get(request.key)
@@ -72,6 +76,11 @@ class SlotTable:
         if changed:
             for mask in [mask for mask in self._plans if mask & changed]:
                 del self._plans[mask]
+
+    def remove_process_set(self, process_set_id: int) -> None:
+        """Give up all slots of a process set."""
+        gone = tuple(slot for slot, key in self.assigned() if key.process_set_id == process_set_id)
+        self.apply(Agreement(gone, (), (), (), ""))
 
     def next_free(self) -> Iterator[int]:
         """Number the slots that the next assignments take, the lowest first; changes nothing."""

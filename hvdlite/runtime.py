@@ -18,10 +18,10 @@ from hvdlite.control.base import ControlPlane
 from hvdlite.control.local import LocalControl, LocalGroup
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.dataplane.local import LocalPlane
-from hvdlite.errors import ConfigError, NotInitializedError, UnavailableError
+from hvdlite.errors import ConfigError, InvalidRequestError, NotInitializedError, UnavailableError
 from hvdlite.handle import Handle
 from hvdlite.message import Key, Request
-from hvdlite.process_set import ProcessSet
+from hvdlite.process_set import Members, ProcessSet, global_process_set
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.live import LiveTimeline
 from hvdlite.timeline.recorder import NullTimeline, RingTimeline, TeeTimeline, Timeline
@@ -44,9 +44,9 @@ class Runtime:
         """Take over the planes; ``start`` begins the background loop (tests may step it instead)."""
         self.config = config
         self.topology = control.topology
-        self.process_sets: dict[int, ProcessSet] = {0: ProcessSet(0, tuple(range(control.topology.size)), control.topology.rank)}
-        self.background = Background(
-            config, control, {0: plane}, {0: self.process_sets[0].ranks}, timeline or NullTimeline())
+        everyone = tuple(range(control.topology.size))
+        self.process_sets: dict[int, Members] = {0: Members(0, everyone, control.topology.rank)}
+        self.background = Background(config, control, plane, timeline or NullTimeline())
         self._control = control
         self._plane = plane
         self._unnamed: dict[tuple[int, str], int] = {}
@@ -83,6 +83,18 @@ class Runtime:
         """Whether calls are accepted."""
         return len(_forks) == self._num_forks and not self.background._ended
 
+    def members(self, process_set: ProcessSet | Members | None) -> Members:
+        """What a call's ``process_set`` means here.
+
+        Raises: InvalidRequestError for one that is not registered.
+        """
+        if process_set is None or process_set is global_process_set:
+            return self.process_sets[0]
+        given = process_set.members() if isinstance(process_set, ProcessSet) else process_set
+        if self.process_sets.get(given.process_set_id) != given:
+            raise InvalidRequestError(f"{process_set} is not registered (any more): pass it to add_process_set() first")
+        return given
+
     def submit(self, entry: TensorEntry, *, wait_for_name: bool = False) -> Handle:
         """Queue an entry.
 
@@ -116,6 +128,10 @@ class Runtime:
             known = Request(Key(process_set_id, collective, name), *rest)
             self._requests[known.key] = known
         return known
+
+    def restart_unnamed(self) -> None:
+        """Count unnamed calls from 0 again, at a point that all ranks reach: ranks that had joined made fewer."""
+        self._unnamed.clear()
 
     def label(self, prefix: str) -> str:
         """A name for something made in the same order on every rank: ``prefix.0``, ``prefix.1`` ..."""
@@ -173,14 +189,10 @@ def default_runtime() -> Runtime:
     return _default[0]
 
 
-def init() -> None:
-    """Start the runtime of this process; collective over all ranks of the job, harmless when running.
-
-    Without a starter it is a job of one rank and needs no MPI. The environment is read here.
-    Raises: ConfigError (a setting; a starter that is not of mpi4py's MPI); UnavailableError (no MPI).
-    """
+def start_default(comm: Any = None) -> Runtime:
+    """Start the runtime of this process over ``comm``, or return the one that runs; see ``api.init``."""
     if _default and _default[0].is_running:
-        return
+        return _default[0]
     _default.clear()
     config = Config.from_environment()
     _set_up_logging(config)
@@ -190,14 +202,17 @@ def init() -> None:
     if starter is None:
         runtime = Runtime.local(LocalGroup(1), 0, config, timeline_of(config, 0, 1))
     else:
-        runtime = _over_mpi(config, starter)
+        runtime = _over_mpi(config, starter, comm)
     from hvdlite import process_end
 
     process_end.install(shutdown_at_exit, fail_at_exit, uses_mpi=starter is not None)
     _default.append(runtime.start())
+    global_process_set.register(runtime.process_sets[0])
+    global_process_set.mpi_comm = comm if hasattr(comm, "Get_group") else None
+    return runtime
 
 
-def _over_mpi(config: Config, starter: Starter) -> Runtime:
+def _over_mpi(config: Config, starter: Starter, comm: Any) -> Runtime:
     try:
         import mpi4py
 
@@ -218,13 +233,29 @@ def _over_mpi(config: Config, starter: Starter) -> Runtime:
         raise ConfigError(
             "MPI was initialised without thread support: hvdlite calls it from a thread of its own: "
             "leave mpi4py.rc.thread_level at 'multiple'")
-    return Runtime.mpi(config, MPI.COMM_WORLD)
+    return Runtime.mpi(config, _communicator(MPI, comm))
+
+
+def _communicator(MPI: Any, comm: Any) -> Any:
+    """The communicator that ``init(comm=...)`` means: an mpi4py one, some ranks of the world, or the world."""
+    if comm is None or (isinstance(comm, (list, tuple)) and not comm):
+        return MPI.COMM_WORLD
+    if isinstance(comm, MPI.Comm):
+        return comm
+    if not isinstance(comm, (list, tuple)) or not all(isinstance(rank, int) for rank in comm):
+        raise InvalidRequestError(f"init(comm={comm!r}): pass an mpi4py communicator, a list of ranks, or None for all")
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    if rank not in comm or max(comm) >= size or min(comm) < 0 or len(set(comm)) < len(comm):
+        raise InvalidRequestError(
+            f"init(comm={comm!r}) on rank {rank} of {size}: list existing ranks once each, and call it on those only")
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(list(comm)))
 
 
 def shutdown() -> None:
     """End the job on all ranks; harmless when nothing runs. MPI stays initialised."""
     if _default:
         _default.pop().shutdown()
+        global_process_set.register(None)
 
 
 def is_initialized() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hvdlite.errors import format_ranks
-from hvdlite.message import Key, Report, Request
+from hvdlite.message import Collective, Key, Report, Request
 
 #: How many tensor names one message spells out. Chosen: fits a terminal.
 _NAMES_SHOWN = 5
@@ -22,9 +22,12 @@ def stalled(
     for report in reports:
         for request, seconds in zip(report.requests, report.waited_s, strict=True):
             waited[request.key] = max(seconds, waited.get(request.key, 0.0))
+    joined = {rank for rank, report in enumerate(reports) if report.has_joined}
     found: dict[tuple[int, ...], list[str]] = {}
     for key, by_rank in pending.items():
-        missing = tuple(rank for rank in process_sets[key.process_set_id] if rank not in by_rank)
+        if key.collective == Collective.JOIN:
+            continue  # who has no data left waits as long as the others have some
+        missing = tuple(rank for rank in process_sets[key.process_set_id] if rank not in by_rank and rank not in joined)
         if missing and waited[key] >= limit_s:
             found.setdefault(missing, []).append(f"{key} ({waited[key]:.0f} s)")
     return found

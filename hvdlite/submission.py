@@ -12,10 +12,12 @@ from hvdlite.adapters import adapter_for
 from hvdlite.buffer import Buffer
 from hvdlite.errors import InvalidRequestError, NotAMemberError, format_ranks
 from hvdlite.handle import Handle
-from hvdlite.message import ANY_LENGTH, Collective, ReduceOp
-from hvdlite.process_set import ProcessSet
+from hvdlite.message import ANY_LENGTH, SINGULAR, Collective, Key, ReduceOp, Request
+from hvdlite.process_set import Members, ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.tensor_queue import TensorEntry
+
+_WITHOUT_TENSORS = SINGULAR | {Collective.BARRIER}
 
 #: What may be given as op, and its code.
 _OPS: dict[str, dict[Any, int]] = {
@@ -35,14 +37,14 @@ class Submission:
 
     def __init__(
         self, collective: str, tensors: Any, *, is_group: bool = False, name: str | None = None,
-        process_set: ProcessSet | None = None, runtime: Runtime | None = None,
+        process_set: ProcessSet | Members | None = None, runtime: Runtime | None = None,
     ) -> None:
         self.runtime = runtime or default_runtime()
-        self.process_set = process_set or self.runtime.process_sets[0]
+        self.process_set = self.runtime.members(process_set)
         self.collective = collective
         self.is_group = is_group
         self.name = name
-        self.tensors = list(tensors) if is_group else [] if collective == Collective.BARRIER else [tensors]
+        self.tensors = list(tensors) if is_group else [] if tensors is None and collective in _WITHOUT_TENSORS else [tensors]
         if self.process_set.rank_in_set < 0:
             raise NotAMemberError(
                 f"{self.label}: rank {self.runtime.topology.rank} is not in process set {self.process_set.process_set_id} "
@@ -91,6 +93,12 @@ class Submission:
     def allocator(self, like: Sequence[Buffer]) -> Callable[[int, tuple[int, ...]], Buffer]:
         """How the background thread makes tensor ``index``'s result once its shape is known."""
         return lambda index, shape: adapter_for(self.tensors[index]).empty(shape, like[index].dtype, self.tensors[index])
+
+    def add_singular(self, ranks: tuple[int, ...] = ()) -> Handle:
+        """Queue what is about all ranks and not about tensors."""
+        name = self.runtime.label(self.collective) if self.name is None else self.name
+        request = Request(Key(0, self.collective, name), (), (ranks,))
+        return self.runtime.submit(TensorEntry(request, (), (), Handle(request.key), _first))
 
     def add(
         self, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...] = (), *,
@@ -177,6 +185,16 @@ def alltoall(call: Submission, *, splits: Any) -> Handle:
 def barrier(call: Submission) -> Handle:
     """Queue a barrier."""
     return call.add(())
+
+
+def join(call: Submission) -> Handle:
+    """Queue this rank's end of data; the result is the rank that joined last."""
+    return call.add_singular()
+
+
+def change_process_sets(call: Submission, ranks: tuple[int, ...]) -> Handle:
+    """Queue the making of a set of ``ranks`` (the result is its id), or the removal of the set ``ranks[0]``."""
+    return call.add_singular(ranks)
 
 
 def _checked_splits(call: Submission, splits: Any, rows: int) -> tuple[int, ...]:

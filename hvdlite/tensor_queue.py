@@ -25,7 +25,8 @@ class TensorEntry:
 
     ``inputs`` and ``outputs``: one Buffer per tensor (see adapters); an in-place tensor is the same Buffer in
     both. ``outputs`` is empty where sizes are only known later; then ``allocate`` makes the result.
-    ``result`` turns the finished entry into what ``Handle.wait`` returns.
+    ``is_stand_in``: the rank has joined and has no such tensor. ``result`` turns the finished entry into what
+    ``Handle.wait`` returns.
     """
 
     request: Request
@@ -39,6 +40,7 @@ class TensorEntry:
     root_in_set: int = -1
     submitted_ns: int = 0
     reported_ns: int = 0
+    is_stand_in: bool = False
 
 
 class TensorQueue:

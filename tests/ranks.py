@@ -23,17 +23,20 @@ class Rank:
         self.rank, self.size = runtime.topology.rank, runtime.topology.size
 
     def allreduce_async(
-        self, tensor, name=None, op=None, in_place=False, is_group=False, average=None, prescale=1.0, postscale=1.0
+        self, tensor, name=None, op=None, in_place=False, is_group=False, average=None, prescale=1.0, postscale=1.0,
+        process_set=None,
     ):
-        call = Submission(Collective.ALLREDUCE, tensor, is_group=is_group, name=name, runtime=self.runtime)
+        call = Submission(
+            Collective.ALLREDUCE, tensor, is_group=is_group, name=name, process_set=process_set, runtime=self.runtime)
         return submission.allreduce(
             call, in_place=in_place, average=average, op=op, prescale_factor=prescale, postscale_factor=postscale)
 
-    def allgather_async(self, tensor, name=None):
-        return submission.allgather(Submission(Collective.ALLGATHER, tensor, name=name, runtime=self.runtime))
+    def allgather_async(self, tensor, name=None, process_set=None):
+        return submission.allgather(
+            Submission(Collective.ALLGATHER, tensor, name=name, process_set=process_set, runtime=self.runtime))
 
-    def broadcast_async(self, tensor, root_rank, name=None):
-        call = Submission(Collective.BROADCAST, tensor, name=name, runtime=self.runtime)
+    def broadcast_async(self, tensor, root_rank, name=None, process_set=None):
+        call = Submission(Collective.BROADCAST, tensor, name=name, process_set=process_set, runtime=self.runtime)
         return submission.broadcast(call, in_place=False, root_rank=root_rank)
 
     def allreduce(self, *args, **kwargs):

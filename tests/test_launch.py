@@ -131,7 +131,9 @@ def _start(mark, code, *options):
     argv = [PYTHON, "-m", "hvdlite.launch", "-np", "2", *options, PYTHON, "-c", code]
     process = subprocess.Popen(
         argv, env={**os.environ, "MARK": mark}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, cwd=ROOT, start_new_session=True)
+        text=True, cwd=ROOT, start_new_session=True,
+        # A background job of a shell ignores it, and so would hvdrun.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     for _ in range(2):
         assert "here" in process.stdout.readline()
     return process

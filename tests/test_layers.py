@@ -17,7 +17,7 @@ LAYERS = [
     {"tensor_queue", "negotiation", "response_cache", "stall"},
     {"control", "dataplane", "compression", "collectives"},
     {"background", "runtime", "process_set", "process_end"},
-    {"adapters", "submission", "optimizer", "api", "torch"},
+    {"adapters", "submission", "objects", "membership", "optimizer", "api", "torch"},
     {"", "launch", "timeline.cli"},
 ]
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -24,7 +24,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         slot, index, _, _ = bucket.segments[0]
         entry = entries[slot]
         with workspace.timeline.timed(Phase.MPI_ALLREDUCE, entry.request.key.name, bucket.num_bytes):
-            combine(plane, entry.inputs[index].array, entry.outputs[index].array, bucket.request, bucket.dtype)
+            combine(plane, entry.inputs[index].array, entry.outputs[index].array, _request(bucket, entry), bucket.dtype)
         return
     _execute_packed(bucket, entries, plane, workspace)
 
@@ -43,9 +43,14 @@ def _execute_packed(
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, name, bucket.num_bytes):
         kernels.pack(sources, sizes, places, buffer.ctypes.data)
     with timeline.timed(Phase.MPI_ALLREDUCE, name, bucket.num_bytes):
-        combine(plane, values, values, bucket.request, bucket.dtype)
+        combine(plane, values, values, _request(bucket, entries[bucket.segments[0].slot]), bucket.dtype)
     with timeline.timed(Phase.MEMCPY_OUT_FUSION_BUFFER, name, bucket.num_bytes):
         kernels.unpack(targets, sizes, places, buffer.ctypes.data)
+
+
+def _request(bucket: Bucket, entry: TensorEntry) -> Request:
+    """The bucket's; values that stand in for a joined rank's are not to be scaled."""
+    return bucket.request._replace(prescale=1.0) if entry.is_stand_in and bucket.dtype not in HALVES else bucket.request
 
 
 def combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, request: Request, dtype: str) -> None:

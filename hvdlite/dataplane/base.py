@@ -43,6 +43,9 @@ class DataPlane(Protocol):
     def barrier(self) -> None:
         """Return once every rank of the set is here."""
 
+    def subset(self, ranks: Sequence[int]) -> DataPlane | None:
+        """Make a plane of some of this plane's ranks, ascending; every rank of this plane calls it. None outside."""
+
     def close(self) -> None:
         """Give up the plane's resources; every rank of the set closes it in the same cycle."""
 

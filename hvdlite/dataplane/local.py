@@ -62,6 +62,10 @@ class LocalPlane:
     def barrier(self) -> None:
         self._group.exchange(self.rank, None)
 
+    def subset(self, ranks: Sequence[int]) -> LocalPlane | None:
+        groups = self._group.exchange(self.rank, LocalGroup(len(ranks)) if self.rank == ranks[0] else None)
+        return LocalPlane(groups[ranks[0]], ranks.index(self.rank)) if self.rank in ranks else None
+
     def close(self) -> None:
         pass
 

@@ -121,6 +121,13 @@ class MpiPlane:
         with self._mapped("barrier"):
             self._complete(self._communicator.Ibarrier())
 
+    def subset(self, ranks: Sequence[int]) -> MpiPlane | None:
+        with self._mapped("making a process set"):
+            made = self._communicator.Split(0 if self.rank in ranks else self._mpi.UNDEFINED, self.rank)
+        if made == self._mpi.COMM_NULL:
+            return None
+        return MpiPlane(made, is_shared_memory=self._is_shared_memory, max_count=self._max_count)
+
     def close(self) -> None:
         if not self._mpi.Is_finalized():
             self._communicator.Free()
