@@ -11,18 +11,19 @@ from typing import Any
 from hvdlite._version import __version__ as __version__
 
 _API = (
-    "Average", "Max", "Min", "Product", "Sum", "add_process_set", "allgather", "allgather_async", "allgather_object",
-    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
-    "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
-    "broadcast_parameters", "cross_rank", "cross_size", "global_process_set", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_initialized", "join",
-    "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "shutdown",
-    "size",
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "add_process_set", "allgather", "allgather_async",
+    "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+    "alltoall_async", "barrier", "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "global_process_set",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
+    "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "rank", "reducescatter",
+    "reducescatter_async", "remove_process_set", "shutdown", "size", "start_timeline", "stop_timeline",
 )
 _ERRORS = (
     "ConfigError", "DuplicateNameError", "HorovodInternalError", "HostsUpdatedInterrupt", "HvdliteError",
     "InternalError", "InvalidRequestError", "MismatchError", "NotAMemberError", "NotInitializedError",
-    "PeerFailedError", "ProcessSetRemovedError", "StalledError", "TransportError", "UnavailableError", "WaitTimeoutError",
+    "PeerFailedError", "ProcessSetRemovedError", "StalledError", "TransportError", "UnavailableError", "UnsupportedOpError", "WaitTimeoutError",
 )
 _HOME = {
     **dict.fromkeys(_API, "hvdlite.api"),

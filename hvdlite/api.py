@@ -23,7 +23,8 @@ from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.runtime import default_runtime, is_initialized, shutdown, start_default
 from hvdlite.submission import Submission
 
-Average, Sum, Min, Max, Product = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
+Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -73,6 +74,24 @@ def cross_size() -> int:
     return default_runtime().topology.cross_size
 
 
+def is_homogeneous() -> bool:
+    """Whether every host has equally many processes of the job."""
+    return default_runtime().topology.is_homogeneous
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record into a Chrome JSON file from now on, as with HOROVOD_TIMELINE; rank 0 writes, all ranks may call.
+
+    Raises: ConfigError where the file cannot be made.
+    """
+    default_runtime().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Finish the file of ``start_timeline`` or HOROVOD_TIMELINE; harmless when none is open."""
+    default_runtime().stop_timeline()
+
+
 def _waiting(function: Callable[..., Handle]) -> Callable[..., Any]:
     """The variant that waits; same arguments."""
 
@@ -100,7 +119,7 @@ def _allreduce(function_name: str, is_group: bool, in_place: bool, doc: str) -> 
     return start
 
 
-_ALLREDUCE_DOC = """{what} over all ranks; ``op`` is Average (default), Sum, Min, Max or Product.
+_ALLREDUCE_DOC = """{what} over all ranks; ``op`` is Average (default), Sum, Min, Max, Product or Adasum.
 
     Values are multiplied by ``prescale_factor`` before and by ``postscale_factor`` after. float16 and bfloat16
     are summed in float32; integers average toward zero, exactly. ``average`` is the older spelling of ``op``.
@@ -120,9 +139,23 @@ allreduce, allreduce_ = _waiting(allreduce_async), _waiting(allreduce_async_)
 grouped_allreduce, grouped_allreduce_ = _waiting(grouped_allreduce_async), _waiting(grouped_allreduce_async_)
 
 
-def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
-    """Concatenate every rank's tensor along the first dimension, which may differ, in rank order."""
-    return submission.allgather(Submission(Collective.ALLGATHER, tensor, name=name, process_set=process_set))
+def _allgather(function_name: str, is_group: bool, doc: str) -> Callable[..., Handle]:
+    def start(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
+        return submission.allgather(
+            Submission(Collective.ALLGATHER, tensor, is_group=is_group, name=name, process_set=process_set))
+
+    start.__name__ = start.__qualname__ = function_name
+    start.__doc__ = doc
+    return start
+
+
+allgather_async = _allgather(
+    "allgather_async", False,
+    "Concatenate every rank's tensor along the first dimension, which may differ, in rank order.")
+grouped_allgather_async = _allgather(
+    "grouped_allgather_async", True,
+    "Concatenate every rank's tensors, each along its first dimension, which may differ, as one operation.")
+allgather, grouped_allgather = _waiting(allgather_async), _waiting(grouped_allgather_async)
 
 
 def broadcast_async(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
@@ -148,13 +181,25 @@ def alltoall_async(
     return submission.alltoall(call, splits=splits)
 
 
-def reducescatter_async(
-    tensor: Any, name: str | None = None, op: ReduceOp | int | None = None, prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
-) -> Handle:
-    """Combine as allreduce (Average or Sum) and keep this rank's rows; the first ranks get one row more."""
-    call = Submission(Collective.REDUCESCATTER, tensor, name=name, process_set=process_set)
-    return submission.reducescatter(call, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+def _reducescatter(function_name: str, is_group: bool, doc: str) -> Callable[..., Handle]:
+    def start(
+        tensor: Any, name: str | None = None, op: ReduceOp | int | None = None, process_set: ProcessSet | None = None,
+        prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    ) -> Handle:
+        call = Submission(Collective.REDUCESCATTER, tensor, is_group=is_group, name=name, process_set=process_set)
+        return submission.reducescatter(call, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+
+    start.__name__ = start.__qualname__ = function_name
+    start.__doc__ = doc
+    return start
+
+
+reducescatter_async = _reducescatter(
+    "reducescatter_async", False,
+    "Combine as allreduce (Average or Sum) and keep this rank's rows; the first ranks get one row more.")
+grouped_reducescatter_async = _reducescatter(
+    "grouped_reducescatter_async", True, "Combine and cut a list of tensors as ``reducescatter`` does, as one operation.")
+reducescatter, grouped_reducescatter = _waiting(reducescatter_async), _waiting(grouped_reducescatter_async)
 
 
 def barrier_async(process_set: ProcessSet | None = None) -> Handle:
@@ -162,10 +207,8 @@ def barrier_async(process_set: ProcessSet | None = None) -> Handle:
     return submission.barrier(Submission(Collective.BARRIER, None, process_set=process_set))
 
 
-allgather = _waiting(allgather_async)
 broadcast, broadcast_ = _waiting(broadcast_async), _waiting(broadcast_async_)
 alltoall = _waiting(alltoall_async)
-reducescatter = _waiting(reducescatter_async)
 barrier = _waiting(barrier_async)
 
 
@@ -182,11 +225,12 @@ def broadcast_parameters(parameters: Mapping[str, Any] | Sequence[tuple[str, Any
 
 
 __all__ = [
-    "Average", "Max", "Min", "Product", "Sum", "add_process_set", "allgather", "allgather_async", "allgather_object",
-    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
-    "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
-    "broadcast_parameters", "cross_rank", "cross_size", "global_process_set", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_initialized", "join",
-    "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "shutdown",
-    "size",
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "add_process_set", "allgather", "allgather_async",
+    "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+    "alltoall_async", "barrier", "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "global_process_set",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
+    "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "rank", "reducescatter",
+    "reducescatter_async", "remove_process_set", "shutdown", "size", "start_timeline", "stop_timeline",
 ]

@@ -18,7 +18,8 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -84,7 +85,9 @@ class Background:
         self._process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(control.topology.size))}
         self._next_process_set_id = 1
         self._timeline = timeline
+        self.marks_cycles = config.timeline_mark_cycles
         self._workspace = Workspace(timeline)
+        self._calls: deque[Callable[[], None]] = deque()
         self._rank = control.topology.rank
         self._pending: dict[Key, TensorEntry] = {}
         self._mask = 0  # bit s: slot s is pending here, with the request the slot holds
@@ -101,6 +104,11 @@ class Background:
         self._last_warning_s = -float("inf")
         self._thread = threading.Thread(target=self.run, name="hvdlite-background", daemon=True)
 
+    @property
+    def timeline(self) -> Timeline:
+        """What is recorded into."""
+        return self._timeline
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -110,6 +118,16 @@ class Background:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def set_timeline(self, timeline: Timeline, finish: Callable[[], None]) -> None:
+        """Record into ``timeline`` from the next cycle on, then call ``finish`` on the background thread. Any thread."""
+
+        def change() -> None:
+            self._timeline = self._workspace.timeline = timeline
+            finish()
+
+        self._calls.append(change)
+        self.queue.wake()
 
     def leave(self, reason: str, *, failed: bool) -> None:
         """Ask all ranks to leave the loop; the first call's reason counts."""
@@ -123,6 +141,8 @@ class Background:
         try:
             with np.errstate(all="ignore"):
                 while not self._ended:
+                    while self._calls:
+                        self._calls.popleft()()
                     if not self._pending and not len(self.queue) and self._farewell is None:
                         self.queue.wait(self._heartbeat_s())
                         self._timeline.flush()
@@ -272,7 +292,6 @@ class Background:
         """Execute what is about all ranks and not about tensors."""
         key = entry.request.key
         del self._pending[key]
-        self.queue.release(key)
         try:
             if key.collective == Collective.JOIN:
                 self._has_joined = False
@@ -318,9 +337,11 @@ class Background:
         now_ns = time.monotonic_ns()
         for entry in entries.values():
             key, queued_ns = entry.request.key, entry.submitted_ns
-            self._timeline.span(Phase.QUEUE, key.name, queued_ns, max(start_ns, queued_ns))
-            self._timeline.span(Phase[f"NEGOTIATE_{key.collective.upper()}"], key.name, max(start_ns, queued_ns), now_ns)
-        if self._config.timeline_mark_cycles:
+            if entry.is_stand_in or key.collective in SINGULAR:
+                continue
+            self._timeline.span(Phase.QUEUE, key.label, queued_ns, max(start_ns, queued_ns))
+            self._timeline.span(Phase[f"NEGOTIATE_{key.collective.upper()}"], key.label, max(start_ns, queued_ns), now_ns)
+        if self.marks_cycles:
             self._timeline.span(Phase.CYCLE_START, "cycle", start_ns, start_ns)
 
     def _complete(self, slot: int, entry: TensorEntry) -> None:
@@ -332,15 +353,15 @@ class Background:
             if buffer.write_back:
                 buffer.write_back()
         if self._timeline.is_recording:
-            self._timeline.span(Phase[key.collective.upper()], key.name, entry.submitted_ns, time.monotonic_ns())
-        self.queue.release(key)
+            self._timeline.span(Phase[key.collective.upper()], key.label, entry.submitted_ns, time.monotonic_ns())
         entry.handle.complete(entry.result(entry))
+        self.queue.notice_end()
 
     def _fail(self, key: Key, error: BaseException) -> None:
         entry = self._pending.pop(key, None)
         if entry is not None:
-            self.queue.release(key)
             entry.handle.fail(error)
+            self.queue.notice_end()
 
     def _wait_for_more(self) -> None:
         """Give free-standing calls up to ``cycle_time_ms`` to gather company; anything else goes at once."""

@@ -5,7 +5,8 @@
     HvdliteError
     |-- InvalidRequestError (ValueError)        you called it wrongly; nothing was submitted; correct and retry
     |   |-- DuplicateNameError                  this name is still in flight
-    |   `-- NotAMemberError                     this rank is outside the process set
+    |   |-- NotAMemberError                     this rank is outside the process set
+    |   `-- UnsupportedOpError (HorovodInternalError)   the collective has no such op
     |-- ConfigError (ValueError)                a setting cannot be used
     |-- UnavailableError (ImportError)          a package, extra or MPI is missing
     |-- WaitTimeoutError (TimeoutError)         Handle.wait(timeout_s) ran out; the operation goes on
@@ -44,6 +45,14 @@ class NotAMemberError(InvalidRequestError):
     """This rank is not in the process set it used."""
 
 
+class HorovodInternalError(HvdliteError, RuntimeError):
+    """A collective failed while it ran; every rank of its process set gets the same error."""
+
+
+class UnsupportedOpError(InvalidRequestError, HorovodInternalError):
+    """The collective does not know this reduction op; raised at the call, and caught as either kind."""
+
+
 class ConfigError(HvdliteError, ValueError):
     """A setting has a value that cannot be used, or settings contradict one another."""
 
@@ -54,10 +63,6 @@ class UnavailableError(HvdliteError, ImportError):
 
 class WaitTimeoutError(HvdliteError, TimeoutError):
     """``Handle.wait(timeout_s)`` ran out of time; the operation is still in flight."""
-
-
-class HorovodInternalError(HvdliteError, RuntimeError):
-    """A collective failed while it ran; every rank of its process set gets the same error."""
 
 
 class MismatchError(HorovodInternalError):

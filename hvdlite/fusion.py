@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -50,6 +51,11 @@ class Bucket:
     segments: tuple[Segment, ...]
     num_bytes: int
     finishes: tuple[int, ...] = ()
+
+    @cached_property
+    def label(self) -> str:
+        """How timelines call it: by its first tensor."""
+        return self.request.key.label
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         return f"{self.collective} {self.name!r}"
 
+    @property
+    def label(self) -> str:
+        """How timelines call it."""
+        return f"{self.collective}.{self.name}"
+
 
 class Request(NamedTuple):
     """One rank's call, as far as the ranks must agree on it.

@@ -7,6 +7,7 @@ dict of gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from hvdlite.message import Collective, ReduceOp
 from hvdlite.process_set import ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.submission import Submission
+
+_log = logging.getLogger("hvdlite")
 
 #: Base class's package -> module with a ``DistributedOptimizer`` for it. Adding a framework is one file and one row.
 _SIDES = {"torch": "hvdlite.torch"}
@@ -44,15 +47,19 @@ class GradientExchange:
     def __init__(
         self, gradients: Sequence[GradientSpec], *, label: str, op: ReduceOp = ReduceOp.Average, in_place: bool,
         prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
-        runtime: Runtime | None = None,
+        groups: Sequence[Sequence[int]] = (), runtime: Runtime | None = None,
     ) -> None:
-        """``label`` tells this optimizer's operations from another's; equal on all ranks."""
+        """``label`` tells this optimizer's operations from another's; equal on all ranks. ``groups``: indices of
+        gradients that make a bucket of their own, whatever its size; the rest is cut by the fusion threshold."""
         self._runtime = runtime or default_runtime()
         self._names = [one.name for one in gradients]
-        self._buckets = plan_gradient_buckets(
-            [one.num_bytes for one in gradients], self._runtime.config.fusion_threshold_bytes)
+        grouped = {index for group in groups for index in group}
+        rest = [index for index in range(len(gradients)) if index not in grouped]
+        planned = plan_gradient_buckets(
+            [gradients[index].num_bytes for index in rest], self._runtime.config.fusion_threshold_bytes)
+        self._buckets = [*map(list, groups), *([rest[place] for place in bucket] for bucket in planned)]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
-        self._label = label
+        self.label = label
         self._op = op
         self._in_place = in_place
         self._scales = (prescale_factor, postscale_factor)
@@ -99,13 +106,21 @@ class GradientExchange:
                 results.update(zip(self._buckets[number], handle.wait(), strict=True))
             except Exception as error:
                 failure = failure or error
-        self.reset()
+        self._start_afresh()
         if failure is not None:
             raise failure
         return results
 
     def reset(self) -> None:
-        """Forget what was handed over; operations in flight end by themselves."""
+        """Forget what was handed over; waits for the buckets that have left already, whose names are in use."""
+        for handle in self._handles.values():
+            try:
+                handle.wait()
+            except Exception as error:
+                _log.debug("%s: %s", handle.name, error)  # its result is not wanted any more
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
         self._ready.clear()
         self._handles.clear()
         self._missing = [len(bucket) for bucket in self._buckets]
@@ -113,7 +128,7 @@ class GradientExchange:
     def _submit(self, number: int) -> None:
         bucket = self._buckets[number]
         ends = [self._names[bucket[0]], self._names[bucket[-1]]]
-        name = f"{self._label}.{number}[{ends[0]}]" if len(bucket) == 1 else f"{self._label}.{number}[{ends[0]} .. {ends[1]}]"
+        name = f"{self.label}.{number}[{ends[0]}]" if len(bucket) == 1 else f"{self.label}.{number}[{ends[0]} .. {ends[1]}]"
         call = Submission(
             Collective.ALLREDUCE, [self._ready[index] for index in bucket], is_group=True, name=name,
             process_set=self._process_set, runtime=self._runtime)
@@ -135,7 +150,7 @@ class PlainOptimizer:
         self._process_set = process_set
         self._exchange: GradientExchange | None = None
         self._specs: list[GradientSpec] = []
-        self._label = default_runtime().label("gradients")
+        self.label = default_runtime().label("gradients")
 
     def step(self, gradients: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Average the named gradients over the ranks and take the wrapped optimizer's step with them.
@@ -147,7 +162,7 @@ class PlainOptimizer:
         if self._exchange is None or specs != self._specs:
             self._specs = specs
             self._exchange = GradientExchange(
-                specs, label=self._label, op=self._op, in_place=False, process_set=self._process_set)
+                specs, label=self.label, op=self._op, in_place=False, process_set=self._process_set)
         averaged = self._exchange.finish(lambda index: gradients[names[index]])
         return self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
 

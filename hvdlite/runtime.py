@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -72,6 +73,11 @@ class Runtime:
         is_shared = min(communicator.allgather(is_shared))
         plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count)
         return cls(config, control, plane, timeline_of(config, topology.rank, topology.size))
+
+    @property
+    def supports_mpi_threads(self) -> bool:
+        """Whether MPI runs with MPI_THREAD_MULTIPLE; False where no MPI is used."""
+        return bool(getattr(self._control, "supports_threads", False))
 
     def start(self) -> Runtime:
         """Start the background thread."""
@@ -151,6 +157,36 @@ class Runtime:
             self._control.close()
         return ended
 
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """Let rank 0 record into a Chrome JSON file as well, instead of the one it may write already.
+
+        Raises: ConfigError where it cannot be made.
+        """
+        if self.topology.rank == 0:
+            self._change_live(LiveTimeline(path))
+        self.background.marks_cycles = mark_cycles or self.config.timeline_mark_cycles
+
+    def stop_timeline(self) -> None:
+        """Finish the Chrome JSON file, if one is written; rings go on."""
+        self._change_live(None)
+
+    def _change_live(self, live: LiveTimeline | None) -> None:
+        timelines = _parts(self.background.timeline)
+        old = [one for one in timelines if isinstance(one, LiveTimeline)]
+        if not old and live is None:
+            return
+        rest = [one for one in timelines if one not in old]
+        finished = threading.Event()
+
+        def finish() -> None:
+            for one in old:
+                one.close()
+            finished.set()
+
+        self.background.set_timeline(_together([*rest, *([live] if live else [])]), finish)
+        while not finished.wait(0.1) and self.is_running:
+            pass
+
     def _merge_timeline(self) -> None:
         """Let rank 0 write merged.json once every rank's ring is complete."""
         if not self.config.timeline_dir:
@@ -169,11 +205,21 @@ def timeline_of(config: Config, rank: int, size: int) -> Timeline:
     timelines: list[Timeline] = []
     if config.timeline_dir:
         timelines.append(RingTimeline(config.timeline_dir, rank, size, config.timeline_ring_bytes))
-    if config.timeline_filename and config.timeline_filename != "DYNAMIC" and rank == 0:
+    if config.timeline_filename and config.timeline_filename.upper() != "DYNAMIC" and rank == 0:
         timelines.append(LiveTimeline(config.timeline_filename))
+    return _together(timelines)
+
+
+def _together(timelines: list[Timeline]) -> Timeline:
     if len(timelines) > 1:
         return TeeTimeline(timelines)
     return timelines[0] if timelines else NullTimeline()
+
+
+def _parts(timeline: Timeline) -> list[Timeline]:
+    if isinstance(timeline, TeeTimeline):
+        return list(timeline.timelines)
+    return [timeline] if timeline.is_recording else []
 
 
 _default: list[Runtime] = []

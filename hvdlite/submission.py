@@ -5,12 +5,13 @@ Bad input raises here, at the call, with nothing submitted; then the call may be
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.adapters import adapter_for
 from hvdlite.buffer import Buffer
-from hvdlite.errors import InvalidRequestError, NotAMemberError, format_ranks
+from hvdlite.errors import InvalidRequestError, NotAMemberError, UnsupportedOpError, format_ranks
 from hvdlite.handle import Handle
 from hvdlite.message import ANY_LENGTH, SINGULAR, Collective, Key, ReduceOp, Request
 from hvdlite.process_set import Members, ProcessSet
@@ -22,7 +23,7 @@ _WITHOUT_TENSORS = SINGULAR | {Collective.BARRIER}
 #: What may be given as op, and its code.
 _OPS: dict[str, dict[Any, int]] = {
     Collective.ALLREDUCE: {
-        op: op.value for op in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Min, ReduceOp.Max, ReduceOp.Product)},
+        op: op.value for op in ReduceOp},
     Collective.REDUCESCATTER: {op: op.value for op in (ReduceOp.Average, ReduceOp.Sum)},
 }
 
@@ -64,13 +65,16 @@ class Submission:
     def op(self, op: ReduceOp | int | None, average: bool | None = None) -> int:
         """Resolve ``op`` and the older ``average``."""
         if op is None:
+            if average is not None:
+                warnings.warn("average= is the older spelling: use op=Average or op=Sum", DeprecationWarning, stacklevel=5)
             return ReduceOp.Sum.value if average is False else ReduceOp.Average.value
         if average is not None:
             raise self.invalid("op and average are both given: op alone says it (op=Average, op=Sum)")
         allowed = _OPS[self.collective]
         code = allowed.get(op)
         if code is None:
-            raise self.invalid(f"op {op!r} is not supported: use one of {', '.join(ReduceOp(one).name for one in allowed)}")
+            raise UnsupportedOpError(
+                f"{self.label}: op {op!r} is not supported: use one of {', '.join(one.name for one in allowed)}")
         return code
 
     def buffers(self, *, writable: bool = False, like: Sequence[Buffer] | None = None) -> tuple[Buffer, ...]:
@@ -139,6 +143,8 @@ def allreduce(
     chosen = call.op(op, average)
     inputs = call.buffers(writable=in_place)
     _refuse_bool(call, inputs)
+    if chosen == ReduceOp.Adasum:
+        _check_adasum(call, inputs)
     outputs = inputs if in_place else call.buffers(like=inputs)
     return call.add(inputs, outputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor)
 
@@ -168,8 +174,8 @@ def broadcast(call: Submission, *, in_place: bool, root_rank: int) -> Handle:
     return call.add(inputs, inputs if in_place else call.buffers(like=inputs), root_rank=int(root_rank))
 
 
-def alltoall(call: Submission, *, splits: Any) -> Handle:
-    """Queue an alltoall; with ``splits`` the result is (tensor, received_splits)."""
+def alltoall(call: Submission, *, splits: Any, with_received_splits: bool = False) -> Handle:
+    """Queue an alltoall; with ``splits``, or when asked for, the result is (tensor, received_splits)."""
     inputs = call.buffers()
     _refuse_scalars(call, inputs)
     rows = inputs[0].shape[0]
@@ -177,9 +183,12 @@ def alltoall(call: Submission, *, splits: Any) -> Handle:
         num_ranks = call.process_set.size()
         if rows % num_ranks:
             raise call.invalid(f"{rows} rows cannot be cut evenly for {num_ranks} ranks: pass splits")
-        return call.add(inputs, is_ragged=True, splits=(rows // num_ranks,) * num_ranks)
-    counts = _checked_splits(call, splits, rows)
-    return call.add(inputs, is_ragged=True, splits=counts, result=lambda entry: (_first(entry), _splits_like(splits, entry)))
+        counts = (rows // num_ranks,) * num_ranks
+    else:
+        counts = _checked_splits(call, splits, rows)
+        with_received_splits = True
+    result = (lambda entry: (_first(entry), _splits_like(splits, entry))) if with_received_splits else None
+    return call.add(inputs, is_ragged=True, splits=counts, result=result)
 
 
 def barrier(call: Submission) -> Handle:
@@ -219,6 +228,17 @@ def _splits_like(splits: Any, entry: TensorEntry) -> Any:
     if made.write_back:
         made.write_back()
     return made.tensor
+
+
+def _check_adasum(call: Submission, inputs: Sequence[Buffer]) -> None:
+    size = call.process_set.size()
+    if call.process_set.process_set_id != 0:
+        raise NotImplementedError(f"{call.label}: Adasum combines all ranks only: leave process_set at the global one")
+    if size & (size - 1):
+        raise NotImplementedError(f"{call.label}: Adasum needs a power of two of ranks and there are {size}: use another op")
+    for buffer in inputs:
+        if not buffer.dtype.startswith(("float", "bfloat")):
+            raise call.invalid(f"Adasum of dtype {buffer.dtype}: it combines floating-point tensors only")
 
 
 def _refuse_bool(call: Submission, inputs: Sequence[Buffer]) -> None:

@@ -1,6 +1,6 @@
 """TensorQueue: the way down, from user threads to the background thread, and who is in flight.
 
-*Threads*: ``add`` from any thread; ``drain``, ``wait`` and ``release`` from the background thread.
+*Threads*: ``add`` from any thread; ``drain``, ``wait`` and ``notice_end`` from the background thread.
 *Guarantees*: a key is in flight at most once on this rank; entries are drained in the order they were added;
 after ``close`` every further ``add`` raises, and what was added before is still drained, so nothing is lost
 at shutdown.
@@ -9,13 +9,14 @@ at shutdown.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.errors import DuplicateNameError
-from hvdlite.handle import Handle
+from hvdlite.handle import Handle, NameUse
 from hvdlite.message import Key, Request
 
 
@@ -43,16 +44,29 @@ class TensorEntry:
     is_stand_in: bool = False
 
 
+#: A name whose operation has ended, but nobody has asked about it, stays taken for this long. Chosen: long enough for
+#: two calls in a row to be told that they use one name, whether or not the first happens to end in between; short
+#: enough for whoever never asks.
+_UNSEEN_NS = 1_000_000
+#: Names kept before those of ended operations are looked for. Chosen.
+_MANY_USES = 4096
+
+
+def _is_over(use: NameUse) -> bool:
+    return use.ended_ns > 0 and time.monotonic_ns() - use.ended_ns >= _UNSEEN_NS
+
+
 class TensorQueue:
     """Entries on their way to the background thread."""
 
     def __init__(self) -> None:
         # deque.append and popleft are atomic, so draining needs no lock.
         self._waiting: deque[TensorEntry] = deque()
-        # Guards _in_flight and _closed_by together, so that an entry is refused or drained, never in between.
+        # Guards _uses and _closed_by together, so that an entry is refused or drained, never in between.
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
-        self._in_flight: set[Key] = set()
+        self._uses: dict[Key, NameUse] = {}
+        self._prune_at = _MANY_USES
         self._num_waiting = 0
         self._closed_by: Callable[[], BaseException] | None = None
         # Held while there is nothing to wake up for; released to wake the background thread.
@@ -66,17 +80,22 @@ class TensorQueue:
         """
         key = entry.request.key
         with self._lock:
-            while wait_for_name and key in self._in_flight and self._closed_by is None:
+            use = self._uses.get(key)
+            while wait_for_name and use is not None and not use.ended_ns and self._closed_by is None:
                 self._num_waiting += 1
                 self._released.wait()
                 self._num_waiting -= 1
+                use = self._uses.get(key)
             if self._closed_by is not None:
                 raise self._closed_by()
-            if key in self._in_flight:
+            if use is not None and not wait_for_name and not _is_over(use):
                 raise DuplicateNameError(
                     f"{key}: this name is already in flight on this rank: "
                     "wait for the first call to finish, or give the second one another name")
-            self._in_flight.add(key)
+            use = self._uses[key] = NameUse(self._forget)
+            entry.handle.reserve(use)
+            if len(self._uses) > self._prune_at:
+                self._prune()
             self._waiting.append(entry)
         self.wake()
 
@@ -107,13 +126,22 @@ class TensorQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def release(self, key: Key) -> None:
-        """Say that ``key`` is no longer in flight; call before its handle completes, so that a waiter may
-        use the name again at once."""
+    def notice_end(self) -> None:
+        """Say that some handle has ended: who waits for its name may go on."""
         with self._lock:
-            self._in_flight.discard(key)
             if self._num_waiting:
                 self._released.notify_all()
+
+    def _forget(self, key: Key, use: NameUse) -> None:
+        """Free a name whose end was seen; any thread."""
+        with self._lock:
+            if self._uses.get(key) is use:
+                del self._uses[key]
+
+    def _prune(self) -> None:
+        for key in [key for key, use in self._uses.items() if _is_over(use)]:
+            del self._uses[key]
+        self._prune_at = max(_MANY_USES, 2 * len(self._uses))
 
     def close(self, error: Callable[[], BaseException]) -> None:
         """Refuse all further entries with ``error()``, a new exception each time."""

@@ -21,7 +21,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     for index, source in enumerate(entry.inputs):
         row_elements = prod(source.shape[1:])
         target = entry.allocate(index, (int(rows[:, index].sum()), *source.shape[1:]))
-        with workspace.timeline.timed(Phase.MPI_ALLGATHER, entry.request.key.name, target.array.nbytes):
+        with workspace.timeline.timed(Phase.MPI_ALLGATHER, bucket.label, target.array.nbytes):
             plane.allgather(source.array, target.array, [int(count) * row_elements for count in rows[:, index]])
         outputs.append(target)
     entry.outputs = tuple(outputs)

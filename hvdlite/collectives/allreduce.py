@@ -8,12 +8,13 @@ import numpy as np
 
 from hvdlite import kernels
 from hvdlite.buffer import HALVES, NUMPY_DTYPES
+from hvdlite.collectives import adasum
 from hvdlite.collectives.scaling import scale, unscaled_op
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.dataplane import halves
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.fusion import Bucket
-from hvdlite.message import Request
+from hvdlite.message import ReduceOp, Request
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.phase import Phase
 
@@ -23,8 +24,9 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     if len(bucket.segments) == 1:
         slot, index, _, _ = bucket.segments[0]
         entry = entries[slot]
-        with workspace.timeline.timed(Phase.MPI_ALLREDUCE, entry.request.key.name, bucket.num_bytes):
-            combine(plane, entry.inputs[index].array, entry.outputs[index].array, _request(bucket, entry), bucket.dtype)
+        with workspace.timeline.timed(Phase.MPI_ALLREDUCE, bucket.label, bucket.num_bytes):
+            source, target = entry.inputs[index].array, entry.outputs[index].array
+            _combine(plane, source, target, bucket, _request(bucket, entry))
         return
     _execute_packed(bucket, entries, plane, workspace)
 
@@ -32,7 +34,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
 def _execute_packed(
     bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace
 ) -> None:
-    timeline, name = workspace.timeline, bucket.request.key.name
+    timeline, name = workspace.timeline, bucket.label
     item_bytes = NUMPY_DTYPES[bucket.dtype].itemsize
     sizes = np.array([segment.num_elements * item_bytes for segment in bucket.segments], np.int64)
     places = np.array([segment.offset_bytes for segment in bucket.segments], np.int64)
@@ -43,7 +45,7 @@ def _execute_packed(
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, name, bucket.num_bytes):
         kernels.pack(sources, sizes, places, buffer.ctypes.data)
     with timeline.timed(Phase.MPI_ALLREDUCE, name, bucket.num_bytes):
-        combine(plane, values, values, _request(bucket, entries[bucket.segments[0].slot]), bucket.dtype)
+        _combine(plane, values, values, bucket, _request(bucket, entries[bucket.segments[0].slot]))
     with timeline.timed(Phase.MEMCPY_OUT_FUSION_BUFFER, name, bucket.num_bytes):
         kernels.unpack(targets, sizes, places, buffer.ctypes.data)
 
@@ -51,6 +53,16 @@ def _execute_packed(
 def _request(bucket: Bucket, entry: TensorEntry) -> Request:
     """The bucket's; values that stand in for a joined rank's are not to be scaled."""
     return bucket.request._replace(prescale=1.0) if entry.is_stand_in and bucket.dtype not in HALVES else bucket.request
+
+
+def _combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, bucket: Bucket, request: Request) -> None:
+    if request.op != ReduceOp.Adasum:
+        combine(plane, source, target, request, bucket.dtype)
+        return
+    item_bytes = NUMPY_DTYPES[bucket.dtype].itemsize
+    tensors = [slice(one.offset_bytes // item_bytes, one.offset_bytes // item_bytes + one.num_elements)
+               for one in bucket.segments]
+    adasum.combine(plane, source, target, tensors, bucket.dtype, request.prescale, request.postscale)
 
 
 def combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, request: Request, dtype: str) -> None:

@@ -21,6 +21,6 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     splits = plane.exchange_sizes(entry.splits)
     entry.received_splits = tuple(int(rows) for rows in splits[:, plane.rank])
     target = entry.allocate(0, (sum(entry.received_splits), *source.shape[1:]))
-    with workspace.timeline.timed(Phase.MPI_ALLTOALL, entry.request.key.name, target.array.nbytes):
+    with workspace.timeline.timed(Phase.MPI_ALLTOALL, bucket.label, target.array.nbytes):
         plane.alltoall(source.array, target.array, splits * row_elements)
     entry.outputs = (target,)

@@ -18,5 +18,5 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     for source, target in zip(entry.inputs, entry.outputs, strict=True):
         if plane.rank == root and target is not source:
             target.array[:] = source.array
-        with workspace.timeline.timed(Phase.MPI_BCAST, entry.request.key.name, target.array.nbytes):
+        with workspace.timeline.timed(Phase.MPI_BCAST, bucket.label, target.array.nbytes):
             plane.broadcast(target.array, root)

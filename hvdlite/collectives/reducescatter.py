@@ -28,7 +28,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         rows = even_counts(source.shape[0], plane.size)
         target = entry.allocate(index, (rows[plane.rank], *source.shape[1:]))
         counts = [count * prod(source.shape[1:]) for count in rows]
-        with workspace.timeline.timed(Phase.MPI_REDUCESCATTER, request.key.name, source.array.nbytes):
+        with workspace.timeline.timed(Phase.MPI_REDUCESCATTER, bucket.label, source.array.nbytes):
             if source.dtype in HALVES:
                 halves.reducescatter(plane, source.array, target.array, counts, op, source.dtype == "bfloat16",
                                      request.prescale, request.postscale / divisor)

@@ -31,6 +31,7 @@ class MpiControl:
         self.communicator = communicator.Dup()
         self.topology = _topology(MPI, self.communicator)
         self.num_collectives = 0
+        self.supports_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._sent, self._received = bytearray(), bytearray()
         self._start: Callable[[], Any] = lambda: None
         self._persistent: Any = None

@@ -13,7 +13,7 @@ from hvdlite import config
 from hvdlite._version import __version__
 from hvdlite.errors import ConfigError, UnavailableError
 from hvdlite.launch.command import StartRequest, build_command, oversubscription_warning
-from hvdlite.launch.environment import job_environment, without_outer_job
+from hvdlite.launch.environment import job_environment, with_horovod_alias, without_outer_job
 from hvdlite.launch.mpi import find_mpi, find_starter
 from hvdlite.launch.supervisor import Job, private_directory, run_job
 
@@ -23,6 +23,7 @@ examples:
   hvdrun -np 2 python train.py --epochs 3
   hvdrun -np 4 --fusion-threshold-mb 8 --timeline-filename trace.json python train.py
   hvdrun -np 2 -- ./my-program -v
+  hvdrun -np 2 --as-horovod python train_with_horovod.py
 
 COMMAND begins at the first word that is not an option of hvdrun; everything from there on goes to the program
 unchanged, and so do the environment and the current directory. The ranks read nothing from standard input.
@@ -48,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="hvdrun", usage="hvdrun -np N [options] [--] COMMAND [ARGUMENT ...]", description=_DESCRIPTION,
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("-np", "--num-proc", dest="num_ranks", metavar="N", type=_count, help="number of ranks")
+    parser.add_argument(
+        "--as-horovod", action="store_true", help="programs written for Horovod: import horovod finds hvdlite")
     parser.add_argument("--verbose", action="store_true", help="print the starter's command before running it")
     parser.add_argument("-v", "--version", action="version", version=f"hvdrun {__version__} (hvdlite)")
     ending = parser.add_argument_group("ending a job")
@@ -94,10 +97,13 @@ def _run(argv: list[str]) -> int:
 
 def _launch(arguments: argparse.Namespace, command: list[str], settings: dict[str, str]) -> int:
     starter = find_starter(find_mpi())
+    caller = without_outer_job(os.environb)
+    if arguments.as_horovod:
+        caller = with_horovod_alias(caller)
     job = Job(
         num_ranks=arguments.num_ranks,
         argv=tuple(os.fsencode(word) for word in command),
-        environment=job_environment(without_outer_job(os.environb), settings, os.urandom(8).hex()),
+        environment=job_environment(caller, settings, os.urandom(8).hex()),
         directory=os.getcwdb(),
         unwind_s=arguments.unwind,
         grace_s=arguments.grace)

@@ -5,6 +5,7 @@ Pure functions over ``dict[bytes, bytes]``: names and values need not be text.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 #: What a starter tells its children. Whatever the guard was given under these names wins over the caller's.
@@ -23,6 +24,9 @@ _OUTER_NAMES = frozenset((
     b"PRTE_LAUNCHED", b"PRTE_SHARED_FS"))
 _SETTINGS_PREFIXES = (b"PMIX_MCA_", b"PMIX_PREFIX")
 
+#: Holds the sitecustomize that offers hvdlite as ``horovod`` to every Python started.
+_STARTUP = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "as_horovod", "startup")
+
 
 def without_outer_job(caller: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """The caller's environment less the traces of an MPI job that the caller itself is a rank of."""
@@ -38,6 +42,12 @@ def job_environment(caller: Mapping[bytes, bytes], settings: Mapping[str, str], 
     environment[b"HVDLITE_LAUNCHER"] = b"hvdrun"
     environment[b"HVDLITE_JOB"] = job_id.encode()
     return environment
+
+
+def with_horovod_alias(caller: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """The caller's environment, in which every Python finds hvdlite as ``horovod``."""
+    path = [os.fsencode(_STARTUP), *filter(None, [caller.get(b"PYTHONPATH")])]
+    return {**caller, b"HVDLITE_AS_HOROVOD": b"1", b"PYTHONPATH": os.pathsep.encode().join(path)}
 
 
 def rank_environment(job: Mapping[bytes, bytes], guard: Mapping[bytes, bytes]) -> dict[bytes, bytes]:

@@ -147,19 +147,19 @@ class TeeTimeline:
     is_recording = True
 
     def __init__(self, timelines: Sequence[Timeline]) -> None:
-        self._timelines = tuple(timelines)
+        self.timelines = tuple(timelines)
 
     def span(self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
-        for timeline in self._timelines:
+        for timeline in self.timelines:
             timeline.span(phase, name, start_ns, end_ns, num_bytes)
 
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Timed:
         return Timed(self, phase, name, num_bytes)
 
     def flush(self) -> None:
-        for timeline in self._timelines:
+        for timeline in self.timelines:
             timeline.flush()
 
     def close(self) -> None:
-        for timeline in self._timelines:
+        for timeline in self.timelines:
             timeline.close()

@@ -2,46 +2,128 @@
 
 from __future__ import annotations
 
-import pickle
+import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from hvdlite import api
-from hvdlite.errors import InvalidRequestError
+from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
+from hvdlite.process_set import ProcessSet
+
+#: What torch.compile puts before the names of a module's parameters.
+_COMPILED_PREFIX = "_orig_mod."
+#: How many names one message spells out. Chosen: fits a terminal.
+_NAMES_SHOWN = 5
 
 
-def broadcast_parameters(parameters: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int) -> None:
-    """Overwrite named tensors (``model.state_dict()`` or ``model.named_parameters()``) with those of ``root_rank``.
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet | None = None
+) -> None:
+    """Overwrite tensors on every rank with those of ``root_rank``, in place.
 
-    In place. Raises: InvalidRequestError where an entry is no tensor; MismatchError where the ranks' differ.
+    ``params``: ``model.state_dict()``, ``model.named_parameters()``, pairs or tensors. A compiled module's names count
+    as those of the module inside. Raises: InvalidRequestError where an entry is no tensor; MismatchError, on every
+    rank, where the ranks' names, shapes or dtypes differ.
     """
-    pairs = sorted(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    for name, tensor in pairs:
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidRequestError(f"broadcast_parameters: {name!r} is a {type(tensor).__name__}: pass tensors only")
-    api.broadcast_parameters(pairs, root_rank)
+    pairs = _named_tensors(params)
+    _check_alike([f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in pairs], process_set)
+    handles = [api.broadcast_async_(tensor, root_rank, f"parameter.{name}", process_set) for name, tensor in pairs]
+    for handle in handles:
+        handle.wait()
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Load ``root_rank``'s ``optimizer.state_dict()`` on every rank; parameters are not touched.
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None,
+    process_set: ProcessSet | None = None,
+) -> None:
+    """Load ``root_rank``'s ``optimizer.state_dict()`` on every rank; parameters are not touched, no step is taken.
 
-    Raises: InvalidRequestError for LBFGS, whose state is no set of tensors per parameter.
+    ``model`` is accepted for compatibility. Raises: InvalidRequestError for LBFGS, whose state is no set of tensors
+    per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidRequestError(
             "broadcast_optimizer_state: LBFGS keeps state that cannot be loaded: create it after the broadcast")
-    state = _broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
-    if api.rank() != root_rank:
+    if not optimizer.state:
+        _make_zero_gradients(optimizer)
+    is_root = api.rank() == root_rank
+    tensors: list[torch.Tensor] = []
+    frame = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    frame = api.broadcast_object(frame, root_rank, process_set=process_set)
+    if not is_root:
+        state = _with_tensors(frame, tensors)
+    handles = [api.broadcast_async_(one, root_rank, f"optimizer_state.{index}", process_set)
+               for index, one in enumerate(tensors)]
+    for handle in handles:
+        handle.wait()
+    if not is_root:
         optimizer.load_state_dict(state)
 
 
-def _broadcast_object(value: Any, root_rank: int, name: str) -> Any:
-    """Send any picklable object. The ranks of a job trust one another: they run the same program."""
-    is_root = api.rank() == root_rank
-    payload = np.frombuffer(pickle.dumps(value), np.uint8).copy() if is_root else None
-    length = api.broadcast(np.array([0 if payload is None else len(payload)], np.int64), root_rank, name=f"{name}.size")
-    data = api.broadcast_(payload if payload is not None else np.empty(int(length[0]), np.uint8), root_rank, name=f"{name}.data")
-    return value if is_root else pickle.loads(data.tobytes())
+def _make_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Scripts written for Horovod find a gradient, of zeros, at every parameter of an optimizer that never stepped."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if not isinstance(params, (Mapping, Iterable)) or isinstance(params, (str, torch.Tensor)):
+        raise InvalidRequestError(
+            f"broadcast_parameters: {type(params).__name__} holds no parameters: pass model.state_dict() or named_parameters()")
+    entries = list(params.items() if isinstance(params, Mapping) else params)
+    pairs = [one if isinstance(one, tuple) and len(one) == 2 else (f"{index:06d}", one) for index, one in enumerate(entries)]
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidRequestError(f"broadcast_parameters: {name!r} is a {type(tensor).__name__}: pass tensors only")
+    return sorted(((str(name).replace(_COMPILED_PREFIX, ""), tensor) for name, tensor in pairs), key=lambda pair: pair[0])
+
+
+def _check_alike(described: list[str], process_set: ProcessSet | None) -> None:
+    """Compare what every rank is about to send: a rank that lacks a tensor would leave the others waiting for it."""
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+    if len(set(api.allgather_object(digest, process_set=process_set))) == 1:
+        return
+    everyones = [set(one) for one in api.allgather_object(described, process_set=process_set)]
+    ranks = list((process_set or api.global_process_set).members().ranks)
+    differing = sorted(set().union(*everyones) - set.intersection(*everyones))
+    sides = [f"{text} on {format_ranks(rank for rank, one in zip(ranks, everyones, strict=True) if text in one)} only"
+             for text in differing[:_NAMES_SHOWN]]
+    more = f" and {len(differing) - _NAMES_SHOWN} more" if len(differing) > _NAMES_SHOWN else ""
+    raise MismatchError(
+        f"broadcast_parameters: the ranks' tensors differ: {'; '.join(sides)}{more}: build the same model on every rank")
+
+
+class _Place(NamedTuple):
+    """Where a tensor was taken out of a state."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of nested dicts, lists and tuples with a _Place for every tensor, which goes to ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_tensors(one, tensors) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(one, tensors) for one in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The way back, with new tensors that wait to be overwritten."""
+    if isinstance(value, _Place):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _with_tensors(one, tensors) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(one, tensors) for one in value)
+    return value

@@ -1,40 +1,55 @@
-"""The torch side of the distributed optimizer: hooks hand gradients over while backward still runs."""
+"""The torch side of the distributed optimizer: a dynamic subclass of the wrapped optimizer's class."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 
+from hvdlite import api
 from hvdlite.errors import InvalidRequestError
 from hvdlite.message import ReduceOp
-from hvdlite.optimizer import GradientExchange, GradientSpec
-from hvdlite.process_set import ProcessSet
+from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.runtime import default_runtime
+from hvdlite.torch.compression import Compression, checked
+from hvdlite.torch.gradients import ExchangeOptions, ParameterExchange
 
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None, *,
-    op: ReduceOp = ReduceOp.Average, gradient_predivide_factor: float = 1.0, process_set: ProcessSet | None = None,
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: ReduceOp | int = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False, process_set: ProcessSet | None = global_process_set,
 ) -> Any:
-    """Wrap a torch optimizer; the returned one has its class as a base and shares its groups and state.
+    """Wrap a torch optimizer so that every step uses the gradients of all ranks; the result is one of its class too.
 
-    ``named_parameters`` gives names, equal on every rank; without it they are numbered by group.
-    ``gradient_predivide_factor`` f (Average only) divides by f before the sum and by size / f after it.
-    Raises: InvalidRequestError for duplicate or missing names and bad arguments.
+    It shares the wrapped one's groups and state. ``named_parameters`` gives names, equal on every rank; without it
+    they are numbered by group. ``compression``: how gradients travel. ``backward_passes_per_step``: gradients are
+    added up locally over so many passes (not divided). ``gradient_predivide_factor`` f (Average only) divides by f
+    before the sum and by size / f after it. ``groups``: a number of groups, or lists of parameters, that are
+    exchanged as one each. ``sparse_as_dense``: sum sparse gradients as dense ones. ``op`` Adasum combines the
+    updates instead of the gradients.
+    Raises: InvalidRequestError (a ValueError) for bad arguments; TypeError for what is no compressor;
+    NotImplementedError for Adasum in a process set.
     """
-    if gradient_predivide_factor != 1.0 and op != ReduceOp.Average:
-        raise InvalidRequestError("gradient_predivide_factor goes with op=Average only: leave it at 1.0")
-    base = type(optimizer)
-    wrapped_class: Any = type(base.__name__, (_Distributed, base), {"__module__": __name__})
+    _check_arguments(op, gradient_predivide_factor, backward_passes_per_step, process_set)
+    options = ExchangeOptions(checked(compression), ReduceOp(op), gradient_predivide_factor, sparse_as_dense, process_set)
+    if num_groups:
+        warnings.warn("num_groups= is the older spelling: use groups=", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    base = getattr(type(optimizer), "_wrapped_class", type(optimizer))
+    side = _Adasum if op == ReduceOp.Adasum and api.size() > 1 else _Distributed
+    wrapped_class: Any = type(base.__name__, (side, base), {"__module__": __name__, "_wrapped_class": base})
     wrapped = wrapped_class.__new__(wrapped_class)
     wrapped.__dict__.update(optimizer.__dict__)
     # A scheduler made before may have put the old optimizer's step on the instance: it would bypass ours.
     wrapped.__dict__.pop("step", None)
-    wrapped._distribute(_names(wrapped, named_parameters), op, gradient_predivide_factor, process_set)
+    names = _names(wrapped, named_parameters)
+    wrapped._distribute(names, _groups(wrapped, groups), backward_passes_per_step, options)
     return wrapped
 
 
@@ -44,70 +59,197 @@ class _Distributed:
     param_groups: list[dict[str, Any]]
 
     def _distribute(
-        self, names: dict[torch.Tensor, str], op: ReduceOp, predivide: float, process_set: ProcessSet | None
+        self, names: dict[torch.Tensor, str], groups: list[list[torch.Tensor]], passes: int, options: ExchangeOptions
     ) -> None:
-        runtime = default_runtime()
-        members = process_set or runtime.process_sets[0]
-        self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._is_distributed = members.size() > 1 and runtime.topology.rank in members.ranks
+        self._parameter_names = names
+        self._options = options
+        self._passes = passes
         self._synchronized = False
-        self._skips = False
-        if not self._is_distributed:
+        self._should_synchronize = True
+        self._exchanges: list[ParameterExchange] = []
+        self._register(groups)
+
+    def _register(self, groups: list[list[torch.Tensor]] | None = None) -> None:
+        """Exchange also what needs a gradient by now: parameters thawed, or added, since the last time."""
+        known = {parameter for one in self._exchanges for parameter in one.parameters}
+        late = [(group, index, parameter) for group, one in enumerate(self.param_groups)
+                for index, parameter in enumerate(one["params"]) if parameter.requires_grad and parameter not in known]
+        if not late and self._exchanges:
             return
-        self._exchange = GradientExchange(
-            [GradientSpec(names[p], p.numel() * p.element_size()) for p in self._parameters],
-            label=runtime.label("gradients"), op=op, in_place=True, prescale_factor=1.0 / predivide,
-            postscale_factor=predivide, process_set=process_set, runtime=runtime)
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(_hook(self._exchange, index))
+        parameters = [parameter for _, _, parameter in late]
+        for group, index, parameter in late:
+            self._parameter_names.setdefault(parameter, f"{group}.{index}")
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        indices = [[places[parameter] for parameter in group if parameter in places] for group in groups or []]
+        self._exchanges.append(ParameterExchange(
+            parameters, [self._parameter_names[parameter] for parameter in parameters],
+            [one for one in indices if one], self._passes, self._options))
+
+    @property
+    def _is_under_way(self) -> bool:
+        return any(one.is_under_way for one in self._exchanges)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change after how many backward passes gradients are exchanged; between two steps.
+
+        Raises: InvalidRequestError for a number below 1.
+        """
+        _check_passes(passes)
+        self._passes = passes
+        for one in self._exchanges:
+            one.passes = passes
 
     def synchronize(self) -> None:
-        """Finish the exchange of all gradients; parameters without one take part with zeros."""
-        if self._is_distributed:
-            self._exchange.finish(self._absent)
+        """Finish the exchange of all gradients; parameters without one take part with zeros.
+
+        Raises: AssertionError where gradients were changed since backward; the exchange's errors.
+        """
+        self._register()
+        failure: BaseException | None = None
+        for one in self._exchanges:
+            try:
+                one.synchronize()
+            except (Exception, AssertionError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
         self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within it, ``step`` does not synchronise: for use after ``synchronize``, to clip in between."""
-        self._skips = True
+        self._should_synchronize = False
         try:
             yield
         finally:
-            self._skips = False
+            self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronise, then step as the wrapped optimizer does."""
-        if not self._skips:
+        """Synchronise, then step as the wrapped optimizer does; a closure is synchronised each time it has run.
+
+        Raises: AssertionError within ``skip_synchronize`` with gradients in flight.
+        """
+        if closure is not None and self._should_synchronize:
+            return super().step(self._synchronizing(closure))  # type: ignore[misc]
+        if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() exchanges the gradients once more: call it within skip_synchronize()",
+                    "optimizer.step() called without optimizer.skip_synchronize(), after synchronize(): the gradients are "
+                    "exchanged once more; use `with optimizer.skip_synchronize(): optimizer.step()`",
                     stacklevel=2)
             self.synchronize()
+        else:
+            assert not self._is_under_way, (
+                "step() within skip_synchronize(), but gradients are in flight: call synchronize() before")
         self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        return super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            self._synchronized = False
+            return loss
+
+        return run
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the wrapped optimizer's.
 
         Raises: AssertionError between backward and step or synchronize, where gradients are in flight.
         """
-        assert not (self._is_distributed and self._exchange.is_under_way), (
+        assert not self._is_under_way, (
             "zero_grad() between backward() and step(): gradients are in flight: call step() or synchronize() first")
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
-    def _absent(self, index: int) -> torch.Tensor:
-        parameter = self._parameters[index]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; the new parameters are exchanged as well."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if "_exchanges" in self.__dict__:
+            self._register()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's; a backward pass that was not stepped yet is forgotten."""
+        for one in self.__dict__.get("_exchanges", ()):
+            one.reset()
+        self._synchronized = False
+        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
-def _hook(exchange: GradientExchange, index: int) -> Callable[[torch.Tensor], None]:
-    def hand_over(parameter: torch.Tensor) -> None:
-        exchange.ready(index, parameter.grad)
+class _Adasum:
+    """The side for op=Adasum: every rank steps by itself, then the steps are combined."""
 
-    return hand_over
+    param_groups: list[dict[str, Any]]
+
+    def _distribute(
+        self, names: dict[torch.Tensor, str], groups: list[list[torch.Tensor]], passes: int, options: ExchangeOptions
+    ) -> None:
+        self._parameter_names = names
+        self._options = options
+        self._passes = passes
+        self._label = default_runtime().label("adasum")
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accepted; gradients add up locally until ``step`` whatever the number."""
+        _check_passes(passes)
+        self._passes = passes
+
+    def synchronize(self) -> None:
+        """Nothing is in flight before ``step``."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raises: AssertionError: here a step cannot do without the exchange."""
+        raise AssertionError("skip_synchronize() does not go with op=Adasum: step() exchanges the steps themselves")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step as the wrapped optimizer does, then replace every parameter's change by the Adasum of all ranks' changes."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        before = [p.detach().clone() for p in parameters]
+        result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+        compression = self._options.compression
+        with torch.no_grad():
+            changes = [compression.compress(p.detach() - old) for p, old in zip(parameters, before, strict=True)]
+            combined = api.grouped_allreduce_([one for one, _ in changes], name=self._label, op=ReduceOp.Adasum)
+            for p, old, one, (_, context) in zip(parameters, before, combined, changes, strict=True):
+                p.copy_(old + compression.decompress(one, context))
+        return result
+
+
+def _check_arguments(op: ReduceOp | int, predivide: float, passes: int, process_set: ProcessSet | None) -> None:
+    if op not in (ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum):
+        raise InvalidRequestError(f"op {op!r} makes no sense for gradients: use Average, Sum or Adasum")
+    if predivide != 1.0 and op != ReduceOp.Average:
+        raise InvalidRequestError("gradient_predivide_factor goes with op=Average only: leave it at 1.0")
+    _check_passes(passes)
+    if op == ReduceOp.Adasum and process_set not in (None, global_process_set):
+        raise NotImplementedError("op=Adasum combines all ranks only: leave process_set at the global one")
+
+
+def _check_passes(passes: int) -> None:
+    if not isinstance(passes, int) or passes <= 0:
+        raise InvalidRequestError(f"backward_passes_per_step={passes!r}: pass a number above 0")
+
+
+def _groups(optimizer: Any, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> list[list[torch.Tensor]]:
+    """The groups asked for, as lists of parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if groups is None:
+        return []
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        size, extra = divmod(len(parameters), groups)
+        starts = [number * size + min(number, extra) for number in range(groups + 1)]
+        return [parameters[start:stop] for start, stop in pairwise(starts)]
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise InvalidRequestError(f"groups={groups!r}: pass a number above 0, or a list of lists of parameters")
+    flat = [p for group in groups for p in group]
+    if not all(isinstance(p, torch.Tensor) for p in flat):
+        raise InvalidRequestError("groups holds something that is no parameter: pass lists of parameters")
+    if len({id(p) for p in flat}) < len(flat):
+        raise InvalidRequestError("groups has a parameter twice: every parameter may be in one group only")
+    return [list(group) for group in groups]
 
 
 def _names(optimizer: Any, named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> dict[torch.Tensor, str]:

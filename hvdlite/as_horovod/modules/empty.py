@@ -1,0 +1,1 @@
+"""A package of Horovod's of which only submodules are offered."""

@@ -1,0 +1,185 @@
+"""The gradients of torch parameters on their way: hooks hand them over while backward still runs.
+
+*Threads*: hooks run on autograd's threads, one backward at a time; everything else on the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hvdlite.message import ReduceOp
+from hvdlite.optimizer import GradientExchange, GradientSpec
+from hvdlite.process_set import ProcessSet
+from hvdlite.runtime import Runtime, default_runtime
+from hvdlite.torch.mpi_ops import sparse_allreduce_async
+
+#: The hook of each parameter: one, however many optimizers have been made around it. The last one has it; an older
+#: one still exchanges the parameter, when it synchronises.
+_hooks: Any = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How an optimizer wants its gradients exchanged; the arguments of ``DistributedOptimizer``."""
+
+    compression: Any
+    op: ReduceOp
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet | None
+
+
+class ParameterExchange:
+    """Some parameters of one optimizer.
+
+    A parameter's gradient leaves after ``passes`` backward passes, or at ``synchronize``; without one it takes part
+    with zeros. The exchange is bound to the runtime at its first use, and again after shutdown and init.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], names: Sequence[str], groups: Sequence[Sequence[int]], passes: int,
+        options: ExchangeOptions,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.passes = passes
+        self._names = list(names)
+        self._groups = groups
+        self._options = options
+        self._runtime: Runtime | None = None
+        self._exchange: GradientExchange | None = None
+        self._sparse: set[int] = set()
+        self._clear()
+        self._bind()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward pass ran and ``synchronize`` has not run since."""
+        return any(self._counts)
+
+    def synchronize(self) -> None:
+        """Finish the exchange; afterwards every parameter's ``grad`` is that of all ranks.
+
+        Raises: AssertionError where a gradient was changed while it was on its way; the exchange's errors.
+        """
+        self._bind()
+        if self._exchange is None:
+            return
+        changed = [self._names[index] for index in self._sent if not self._is_as_sent(index)]
+        for index in range(len(self.parameters)):
+            if index not in self._sent:
+                self._send(index)
+        try:
+            results = self._exchange.finish(lambda index: None)
+            for index, result in results.items():
+                self._receive(index, result)
+            for index, finish in self._finish_sparse.items():
+                self.parameters[index].grad = finish()
+        finally:
+            self._clear()
+        assert not changed, (
+            f"gradient {changed[0]!r} (one of {len(changed)}) was changed between backward() and step(), while it was on its "
+            "way: call synchronize() first, then clip or unscale, then step() within skip_synchronize()")
+
+    def reset(self) -> None:
+        """Forget the current backward pass."""
+        if self._exchange is not None and self._runtime is not None and self._runtime.is_running:
+            self._exchange.reset()
+        self._clear()
+
+    def _bind(self) -> None:
+        """Use the runtime of now."""
+        runtime = default_runtime()
+        if runtime is self._runtime:
+            return
+        self._runtime = runtime
+        self._clear()
+        self._exchange = None
+        options = self._options
+        members = runtime.members(options.process_set)
+        if members.size() == 1 or members.rank_in_set < 0:
+            return
+        factor = options.gradient_predivide_factor
+        self._exchange = GradientExchange(
+            [GradientSpec(name, p.numel() * p.element_size()) for name, p in zip(self._names, self.parameters, strict=True)],
+            label=runtime.label("gradients"), op=options.op, in_place=True, prescale_factor=1.0 / factor,
+            postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime)
+        for index, parameter in enumerate(self.parameters):
+            old = _hooks.pop(parameter, None)
+            if old is not None:
+                old.remove()
+            if parameter.requires_grad:
+                _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def count(parameter: torch.Tensor) -> None:
+            self._bind()
+            if self._exchange is None:
+                return
+            assert self._counts[index] < self.passes and index not in self._sent, (
+                f"gradient {self._names[index]!r}: more backward passes than backward_passes_per_step={self.passes} before "
+                "step() or synchronize(): raise backward_passes_per_step, or call step() after each pass")
+            self._counts[index] += 1
+            if self._counts[index] == self.passes:
+                self._send(index)
+
+        return count
+
+    def _clear(self) -> None:
+        self._counts = [0] * len(self.parameters)
+        self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
+        self._contexts: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._finish_sparse: dict[int, Callable[[], torch.Tensor]] = {}
+
+    def _send(self, index: int) -> None:
+        gradient = self._gradient(index)
+        assert self._exchange is not None
+        if gradient.is_sparse:
+            self._sparse.add(index)
+            if not self._options.sparse_as_dense:
+                self._sent[index] = (None, 0)
+                name = f"{self._exchange.label}.sparse.{self._names[index]}"
+                self._finish_sparse[index] = sparse_allreduce_async(
+                    gradient, name, self._options.op, self._options.process_set)
+                self._exchange.ready(index, gradient.new_empty(0).to_dense())  # keeps its place in the bucket
+                return
+            gradient = gradient.to_dense()
+        sent, context = self._options.compression.compress(gradient)
+        self._contexts[index] = (gradient, context)
+        parameter = self.parameters[index]
+        self._sent[index] = (parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
+        self._exchange.ready(index, sent)
+
+    def _gradient(self, index: int) -> torch.Tensor:
+        """The parameter's gradient, or zeros; a frozen parameter is left without one."""
+        parameter = self.parameters[index]
+        if parameter.grad is not None:
+            return parameter.grad
+        if index in self._sparse and not self._options.sparse_as_dense:
+            rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            zeros = torch.sparse_coo_tensor(rows, parameter.detach()[:0], parameter.shape, check_invariants=False)
+        else:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+        if parameter.requires_grad:
+            parameter.grad = zeros
+        return zeros
+
+    def _is_as_sent(self, index: int) -> bool:
+        gradient, version = self._sent[index]
+        return gradient is None or (self.parameters[index].grad is gradient and gradient._version == version)
+
+    def _receive(self, index: int, result: torch.Tensor) -> None:
+        if index in self._finish_sparse:
+            return
+        gradient, context = self._contexts[index]
+        parameter = self.parameters[index]
+        with torch.no_grad():
+            arrived = self._options.compression.decompress(result, context)
+            if arrived is not gradient:
+                gradient.copy_(arrived)
+            if index in self._sparse and parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = gradient.to_sparse(parameter.grad.sparse_dim())
