@@ -22,8 +22,9 @@ _API = (
 )
 _ERRORS = (
     "ConfigError", "DuplicateNameError", "HorovodInternalError", "HostsUpdatedInterrupt", "HvdliteError",
-    "InternalError", "InvalidRequestError", "MismatchError", "NotAMemberError", "NotInitializedError",
-    "PeerFailedError", "ProcessSetRemovedError", "StalledError", "TransportError", "UnavailableError", "UnsupportedOpError", "WaitTimeoutError",
+    "InternalError", "InvalidRequestError", "JobFailedError", "MismatchError", "NotAMemberError", "NotInitializedError",
+    "PeerFailedError", "ProcessSetRemovedError", "StalledError", "TransportError", "UnavailableError", "UnsupportedOpError",
+    "WaitTimeoutError",
 )
 _HOME = {
     **dict.fromkeys(_API, "hvdlite.api"),
@@ -32,6 +33,7 @@ _HOME = {
     "DistributedOptimizer": "hvdlite.optimizer",
     "Handle": "hvdlite.handle",
     "ProcessSet": "hvdlite.process_set",
+    "run": "hvdlite.launch.run",
 }
 
 __all__ = sorted(["__version__", *_HOME])

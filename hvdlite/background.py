@@ -129,10 +129,10 @@ class Background:
         self._calls.append(change)
         self.queue.wake()
 
-    def leave(self, reason: str, *, failed: bool) -> None:
+    def leave(self, reason: str, *, failed: bool, is_final: bool = False) -> None:
         """Ask all ranks to leave the loop; the first call's reason counts."""
         if self._farewell is None:
-            self._farewell = Farewell(True, failed, reason, 0)
+            self._farewell = Farewell(True, failed, reason, 0, is_final)
         self.queue.wake()
 
     def run(self) -> None:
@@ -425,21 +425,30 @@ class Background:
         own = self._farewell or Farewell(False, False, "", 0)
         farewells = self._control.broadcast(self._control.gather(own._replace(num_pending=len(self._pending))))
         self.is_clean = not any(one.failed or one.num_pending for one in farewells)
-        self._end(_leaving_error(farewells, self._rank))
+        error = _leaving_error(farewells, self._rank)
+        error.is_final = any(one.is_final for one in farewells)
+        self._end(error)
 
     def _end(self, error: BaseException) -> None:
         """Refuse new entries, fail all that are here, stop. Nothing can slip between: ``close`` comes first."""
         self._ended = True
         if not isinstance(error, NotInitializedError):
             self.is_clean = False
-        reason = str(error)
-        self.queue.close(lambda: NotInitializedError(f"hvdlite is no longer running: {reason}: call init() first"))
+        reason, is_final = str(error), getattr(error, "is_final", False)
+
+        def refusal() -> NotInitializedError:
+            refused = NotInitializedError(f"hvdlite is no longer running: {reason}: call init() first")
+            refused.is_final = is_final
+            return refused
+
+        self.queue.close(refusal)
         for entry in self.queue.drain():
             self._pending[entry.request.key] = entry
         for key in list(self._pending):
             failure = error
             if isinstance(error, NotInitializedError):
                 failure = PeerFailedError(f"{key}: still waited for when the job ended: {reason}")
+                failure.is_final = is_final
             self._fail(key, failure)
         self._timeline.close()
 

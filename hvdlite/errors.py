@@ -17,6 +17,7 @@
     |   |-- ProcessSetRemovedError              the process set was removed meanwhile
     |   |-- PeerFailedError                     another rank raised, died or left
     |   `-- NotInitializedError (ValueError)    before init(), after shutdown(), or after a peer ended the job
+    |-- JobFailedError (RuntimeError)           a job started by hvdlite.run failed without an exception to raise here
     |-- HostsUpdatedInterrupt (RuntimeError)    the set of hosts changed (elastic)
     `-- InternalError (RuntimeError)            a defect of hvdlite; please report it
 
@@ -46,7 +47,12 @@ class NotAMemberError(InvalidRequestError):
 
 
 class HorovodInternalError(HvdliteError, RuntimeError):
-    """A collective failed while it ran; every rank of its process set gets the same error."""
+    """A collective failed while it ran; every rank of its process set gets the same error.
+
+    ``is_final``: a process of the job has ended, so the same ranks cannot start anew.
+    """
+
+    is_final = False
 
 
 class UnsupportedOpError(InvalidRequestError, HorovodInternalError):
@@ -87,6 +93,10 @@ class PeerFailedError(HorovodInternalError):
 
 class NotInitializedError(HorovodInternalError, ValueError):
     """The runtime is not running: before ``init()``, after ``shutdown()``, or after a peer ended it."""
+
+
+class JobFailedError(HvdliteError, RuntimeError):
+    """A job that this process started failed, and no exception of a rank can be raised here in its place."""
 
 
 class HostsUpdatedInterrupt(HvdliteError, RuntimeError):

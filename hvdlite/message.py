@@ -110,9 +110,10 @@ class Agreement(NamedTuple):
 
 class Farewell(NamedTuple):
     """What a rank says when the job ends: whether it asked for it, whether because it failed, why (for
-    people), and how many operations it still had pending."""
+    people), how many operations it still had pending, and whether its process ends."""
 
     leaving: bool
     failed: bool
     reason: str
     num_pending: int
+    is_final: bool = False

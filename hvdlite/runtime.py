@@ -145,11 +145,14 @@ class Runtime:
         self._labels[prefix] = count + 1
         return f"{prefix}.{count}"
 
-    def shutdown(self, reason: str = "shutdown() was called", *, failed: bool = False, timeout_s: float | None = None) -> bool:
-        """End the job on all ranks; tell whether the loop has ended within ``timeout_s``."""
+    def shutdown(
+        self, reason: str = "shutdown() was called", *, failed: bool = False, is_final: bool = False,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """End the job on all ranks; tell whether the loop has ended within ``timeout_s``. ``is_final``: so does the process."""
         if len(_forks) != self._num_forks:
             return True
-        self.background.leave(reason, failed=failed)
+        self.background.leave(reason, failed=failed, is_final=is_final)
         ended = self.background.join(timeout_s)
         if ended and self.background.is_clean:
             self._merge_timeline()
@@ -314,14 +317,14 @@ def shutdown_at_exit() -> bool:
     if not _default:
         return True
     runtime = _default.pop()
-    runtime.shutdown("its process finished")
+    runtime.shutdown("its process finished", is_final=True)
     return runtime.background.is_clean
 
 
 def fail_at_exit(reason: str, timeout_s: float) -> None:
     """Tell the peers why this process dies."""
     if _default:
-        _default.pop().shutdown(reason, failed=True, timeout_s=timeout_s)
+        _default.pop().shutdown(reason, failed=True, is_final=True, timeout_s=timeout_s)
 
 
 def _set_up_logging(config: Config) -> None:

@@ -399,10 +399,11 @@ def test_the_runtime_is_started_anew_and_arguments_are_passed():
     assert seen == [(3, 1, 2, 1.0)] * 2 and hvd.is_initialized()
 
 
-@pytest.mark.parametrize("fails", ["raise ZeroDivisionError('in sync')", "os._exit(5)", "sys.exit(6)"])
+@pytest.mark.parametrize("fails", [
+    "raise ZeroDivisionError('in sync')", "os._exit(5)", "sys.exit(6)", "sys.exit(0)", "time.sleep(3); sys.exit(0)"])
 def test_a_rank_that_is_gone_for_good_ends_the_job(fails):
     code = f"""
-import os, sys, hvdlite.torch as hvd
+import os, sys, time, hvdlite.torch as hvd
 hvd.init()
 class Broken(hvd.elastic.State):
     def save(self): pass

@@ -7,11 +7,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from hvdlite.errors import HvdliteError, PeerFailedError
-
-
-class JobFailedError(HvdliteError, RuntimeError):
-    """A job that this process started failed, and no exception of a rank can be raised here in its place."""
+from hvdlite.errors import JobFailedError, PeerFailedError
 
 
 class RemoteTraceback(Exception):

@@ -29,7 +29,7 @@ from hvdlite.launch.environment import rank_environment
 from hvdlite.launch.process import die_with_parent, signal_group
 
 #: Where starters write a child's rank, the most specific first.
-_RANK_NAMES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+RANK_NAMES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 #: Signals that a starter or a person may send to the guard and that are meant for the rank.
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 #: Forwarded signals after which a rank's end is not its own failure.
@@ -167,7 +167,7 @@ def main() -> int:
         channel, token = connect(directory)
     except OSError:
         return 1  # hvdrun ended meanwhile
-    rank = next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "")
+    rank = next((os.environ[name] for name in RANK_NAMES if name in os.environ), "")
     channel.send({"kind": "hello", "token": token, "rank": rank, "pid": os.getpid()})
     Guard(directory, channel, wakeup_fd).run()
     return 0

@@ -19,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from hvdlite.errors import InvalidRequestError, format_ranks
+from hvdlite.errors import InvalidRequestError, JobFailedError, format_ranks
 from hvdlite.launch import run_supervisor, task
-from hvdlite.launch.command import StartCommand, StartRequest, build_command, oversubscription_warning
+from hvdlite.launch.command import StartRequest, build_command, oversubscription_warning
 from hvdlite.launch.environment import job_environment, without_outer_job
-from hvdlite.launch.failure import Failure, JobFailedError
+from hvdlite.launch.failure import Failure
 from hvdlite.launch.mpi import find_mpi, find_starter
 from hvdlite.launch.outcome import Outcome, describe_code
 from hvdlite.launch.supervisor import Job, private_directory
@@ -52,6 +53,7 @@ def run(
     call = _pickled_call(fn, args, kwargs)
     starter = find_starter(find_mpi())
     with (
+        _supervisor() as (process, answer),
         tempfile.TemporaryDirectory(prefix="hvdrun-call-", ignore_cleanup_errors=True) as call_directory,  # mode 0700
         private_directory() as socket_directory,
     ):
@@ -65,8 +67,8 @@ def run(
         job = Job(
             num_ranks=int(np), argv=tuple(map(os.fsencode, (sys.executable, os.path.abspath(task.__file__), call_directory))),
             environment=_environment(env or {}), directory=os.getcwdb(), unwind_s=unwind_s, grace_s=grace_s)
-        outcome = _supervise(job, build_command(request), socket_directory, call_directory)
-        return _results(outcome, call_directory, np)
+        order = pickle.dumps((job, build_command(request), socket_directory, call_directory))
+        return _results(_outcome(process, order, answer), call_directory, int(np))
 
 
 def _pickled_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
@@ -88,9 +90,9 @@ def _environment(env: Mapping[str, str]) -> dict[bytes, bytes]:
     return job_environment({**without_outer_job(os.environb), **added}, {}, os.urandom(8).hex())
 
 
-def _supervise(job: Job, command: StartCommand, socket_directory: str, call_directory: str) -> Outcome:
-    """Let a process run the job, and wait for its answer. An exception meanwhile, as of Ctrl-C, ends the job first."""
-    order = pickle.dumps((job, command, socket_directory, call_directory))
+@contextmanager
+def _supervisor() -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO]]:
+    """The process that runs the job, and the stream of its answer. It cleans up should this process not come to it."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -102,36 +104,45 @@ def _supervise(job: Job, command: StartCommand, socket_directory: str, call_dire
                 stdin=subprocess.PIPE, pass_fds=(write_fd,),
                 # Ctrl-C raises in the main thread only: waiting there, it is passed on in order; else it must arrive by itself.
                 start_new_session=threading.current_thread() is threading.main_thread())
+        assert process.stdin is not None
         try:
-            return _outcome(process, order, answer)
-        except BaseException as reason:
-            _end(process, signal.SIGINT if isinstance(reason, KeyboardInterrupt) else signal.SIGTERM)
-            raise
+            yield process, answer
+        finally:
+            try:
+                process.stdin.close()  # all is read and removed
+            except BrokenPipeError:
+                pass
+            process.wait()
 
 
 def _outcome(process: subprocess.Popen[bytes], order: bytes, answer: BinaryIO) -> Outcome:
+    """Let the job run and wait for its end. An exception meanwhile, as of Ctrl-C, ends the job first."""
     assert process.stdin is not None
     try:
-        with process.stdin:
+        try:
             process.stdin.write(order)
-    except BrokenPipeError:
-        pass  # it was killed: the answer will be empty
-    data = answer.read()
-    process.wait()
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it was killed: the answer will be empty
+        data = answer.read()
+    except BaseException as reason:
+        _end(process, answer, signal.SIGINT if isinstance(reason, KeyboardInterrupt) else signal.SIGTERM)
+        raise
     if not data:
         raise JobFailedError(
-            f"run: the process that watched over the ranks ended ({describe_code(process.returncode)}), and so did they: "
+            f"run: the process that watched over the ranks ended ({describe_code(process.wait())}), and so did they: "
             "see what it wrote above")
     outcome: Outcome = pickle.loads(data)
     return outcome
 
 
-def _end(process: subprocess.Popen[bytes], number: int) -> None:
+def _end(process: subprocess.Popen[bytes], answer: BinaryIO, number: int) -> None:
     """End the job and wait; it takes ``grace_s`` at most. Another Ctrl-C kills the ranks at once."""
-    while process.poll() is None:
+    while True:
         process.send_signal(number)
         try:
-            process.wait()
+            answer.read()
+            return
         except KeyboardInterrupt:
             continue
 

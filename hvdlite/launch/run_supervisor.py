@@ -3,8 +3,9 @@
 A process of its own, because supervising needs the main thread's signals and forks, and the caller may be any thread
 of a program that has many. Run by path, as ``python -I -S run_supervisor.py CALLER_PID ANSWER_FD``.
 *Guarantees*: the job ends when the caller's process, or the thread of it that waits, ends; then nothing is left.
-*Wire format*: on standard input one pickle, (Job, StartCommand, directory of the socket, directory of the call); on the
-answer's descriptor the pickled Outcome. Nothing arrives there when this process was killed.
+*Wire format*: on standard input one pickle, (Job, StartCommand, directory of the socket, directory of the call), then its
+end once the caller needs neither directory; on the answer's descriptor the pickled Outcome, or nothing when this
+process was killed.
 """
 
 from __future__ import annotations
@@ -24,17 +25,24 @@ from hvdlite.launch.supervisor import run_job
 
 
 def main() -> None:
-    """Run one job and answer how it ended."""
+    """Run one job, answer how it ended, and leave nothing behind."""
     caller_pid, answer_fd = map(int, sys.argv[1:])
     die_with_parent(signal.SIGTERM, caller_pid)
-    job, command, socket_directory, call_directory = pickle.load(sys.stdin.buffer)
-    outcome = run_job(job, command, socket_directory)
-    if os.getppid() != caller_pid:  # nobody else is left to do it
-        remove(socket_directory)
-        shutil.rmtree(call_directory, ignore_errors=True)
-        return
-    with open(answer_fd, "wb") as answer:
-        pickle.dump(outcome, answer)
+    try:
+        job, command, socket_directory, call_directory = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        return  # the caller thought better of it
+    answer = pickle.dumps(run_job(job, command, socket_directory))
+    for number in (signal.SIGINT, signal.SIGTERM):  # the latter comes when the caller ends
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with open(answer_fd, "wb") as file:
+            file.write(answer)
+    except BrokenPipeError:
+        pass  # nobody waits any more
+    sys.stdin.buffer.read()  # until the caller has read the results and removed both, or has ended
+    remove(socket_directory)
+    shutil.rmtree(call_directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ def main() -> None:
 
 def _run(directory: str, call: bytes) -> None:
     from hvdlite.launch.failure import Failure
-    from hvdlite.launch.guard import _RANK_NAMES
+    from hvdlite.launch.guard import RANK_NAMES
 
-    rank = int(next(os.environ[name] for name in _RANK_NAMES if name in os.environ))
+    rank = int(next(os.environ[name] for name in RANK_NAMES if name in os.environ))
     try:
         function, args, kwargs = pickle.loads(call)
         result = _pickled_result(function(*args, **kwargs), rank)

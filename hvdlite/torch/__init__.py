@@ -6,6 +6,8 @@ hooks that overlap the exchange with backward.
 
 from __future__ import annotations
 
+from typing import Any as _Any
+
 try:
     import torch as _torch  # noqa: F401
 except ImportError as _reason:
@@ -88,7 +90,7 @@ __all__ = [
     "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
     "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
     "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "convert_sync_batchnorm",
-    "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic", "global_process_set", "gloo_built",
+    "cross_rank", "cross_size", "cuda_built", "ddl_built", "ddp_hook", "elastic", "global_process_set", "gloo_built",
     "gloo_enabled", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
     "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled",
@@ -96,3 +98,12 @@ __all__ = [
     "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async", "start_timeline",
     "stop_timeline", "synchronize",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "ddp_hook":  # needs torch.distributed, which not every build of torch has
+        from hvdlite.torch.ddp import ddp_hook
+
+        globals()[name] = ddp_hook
+        return ddp_hook
+    raise AttributeError(f"module 'hvdlite.torch' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
 from hvdlite.process_set import ProcessSet
 
 #: What torch.compile puts before the names of a module's parameters.
-_COMPILED_PREFIX = "_orig_mod."
+COMPILED_PREFIX = "_orig_mod."
 #: How many names one message spells out. Chosen: fits a terminal.
 _NAMES_SHOWN = 5
 
@@ -79,7 +79,7 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidRequestError(f"broadcast_parameters: {name!r} is a {type(tensor).__name__}: pass tensors only")
-    return sorted(((str(name).replace(_COMPILED_PREFIX, ""), tensor) for name, tensor in pairs), key=lambda pair: pair[0])
+    return sorted(((str(name).replace(COMPILED_PREFIX, ""), tensor) for name, tensor in pairs), key=lambda pair: pair[0])
 
 
 def _check_alike(described: list[str], process_set: ProcessSet | None) -> None:

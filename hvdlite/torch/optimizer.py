@@ -16,6 +16,7 @@ from hvdlite.message import ReduceOp
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.runtime import default_runtime
 from hvdlite.torch.compression import Compression, checked
+from hvdlite.torch.functions import COMPILED_PREFIX
 from hvdlite.torch.gradients import ExchangeOptions, ParameterExchange
 
 
@@ -267,7 +268,8 @@ def _names(optimizer: Any, named_parameters: Iterable[tuple[str, torch.Tensor]] 
     if duplicates:
         raise InvalidRequestError(
             f"named_parameters names {', '.join(map(repr, duplicates))} twice: give every parameter its own name")
-    by_parameter = {parameter: name for name, parameter in pairs}
+    # A compiled module's parameters go by the names of the module inside.
+    by_parameter = {parameter: name.replace(COMPILED_PREFIX, "") for name, parameter in pairs}
     unnamed = [number for parameter, number in numbered.items() if parameter not in by_parameter]
     if unnamed:
         raise InvalidRequestError(

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite
 from hvdlite.runtime import default_runtime
-from hvdlite.torch.ddp_hook import ddp_hook
+from hvdlite.torch.ddp import ddp_hook
 
 RANKS = (2,)
 

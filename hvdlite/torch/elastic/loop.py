@@ -23,8 +23,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     every rank, because every rank gets it. A HostsUpdatedInterrupt keeps the state as it is. After either the runtime
     is shut down and started anew, and ``state.on_reset()`` runs. Process sets end with the runtime: add them again in
     a reset callback.
-    Raises: what ``func`` raises; the HorovodInternalError itself, when training has failed MAX_FAILURES times in a row
-    with no ``state.commit()`` in between.
+    Raises: what ``func`` raises; the HorovodInternalError itself, when a rank's process has ended, or when training has
+    failed MAX_FAILURES times in a row with no ``state.commit()`` in between.
     """
     return run_fn(func, _reset)
 
@@ -42,7 +42,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
-                if failures.is_lasting(error):
+                if error.is_final or failures.is_lasting(error):
                     raise
                 has_failed, skip_sync = True, False
             except HostsUpdatedInterrupt as interrupt:
