@@ -150,7 +150,8 @@ class PlainOptimizer:
         self._process_set = process_set
         self._exchange: GradientExchange | None = None
         self._specs: list[GradientSpec] = []
-        self.label = default_runtime().label("gradients")
+        runtime = default_runtime()
+        self.label = runtime.label("gradients", runtime.members(process_set))
 
     def step(self, gradients: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Average the named gradients over the ranks and take the wrapped optimizer's step with them.

@@ -139,8 +139,13 @@ class Runtime:
         """Count unnamed calls from 0 again, at a point that all ranks reach: ranks that had joined made fewer."""
         self._unnamed.clear()
 
-    def label(self, prefix: str) -> str:
-        """A name for something made in the same order on every rank: ``prefix.0``, ``prefix.1`` ..."""
+    def label(self, prefix: str, members: Members | None = None) -> str:
+        """A name for something made in the same order on every rank of a set: ``prefix.0``, ``prefix.1`` ...
+
+        Counted for each set by itself, because ranks outside may not make it.
+        """
+        if members is not None and members.process_set_id:
+            prefix = f"{prefix}.set{members.process_set_id}"
         count = self._labels.get(prefix, 0)
         self._labels[prefix] = count + 1
         return f"{prefix}.{count}"

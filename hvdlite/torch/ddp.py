@@ -55,15 +55,13 @@ def _hand_over(handle: Handle, future: "torch.futures.Future[torch.Tensor]", gra
 def _name(bucket: dist.GradBucket, process_set: ProcessSet | None) -> str:
     """The bucket's name: that of its first parameter, which no other bucket in flight holds, of whatever model.
 
-    So torch may build its buckets anew, as it does after the first step. Parameters get their names when first seen
-    first, which happens in the same order on all ranks: torch hands the buckets of a model over in order.
+    So torch may build its buckets anew, as it does after the first step. A parameter gets its name when first seen
+    as the first of a bucket, which happens in the same order on all ranks: torch hands the buckets of a model over in order.
     """
     runtime = default_runtime()
     names = _names.setdefault(runtime, WeakTensorKeyDictionary())
     first = bucket.parameters()[0]
     name = names.get(first)
     if name is None:
-        number = runtime.members(process_set).process_set_id
-        # Counted per set: a rank outside it does not hold the model.
-        name = names[first] = runtime.label(f"ddp.set{number}" if number else "ddp")
+        name = names[first] = runtime.label("ddp", runtime.members(process_set))
     return str(name)

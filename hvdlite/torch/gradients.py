@@ -102,11 +102,11 @@ class ParameterExchange:
         options = self._options
         members = runtime.members(options.process_set)
         if members.size() == 1 or members.rank_in_set < 0:
-            return
+            return  # as every rank of the set does, or none, so that labels agree
         factor = options.gradient_predivide_factor
         self._exchange = GradientExchange(
             [GradientSpec(name, p.numel() * p.element_size()) for name, p in zip(self._names, self.parameters, strict=True)],
-            label=runtime.label("gradients"), op=options.op, in_place=True, prescale_factor=1.0 / factor,
+            label=runtime.label("gradients", members), op=options.op, in_place=True, prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)

@@ -75,10 +75,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """This layer's name, given at its first use in a runtime: layers are first used in the same order on all ranks."""
         runtime = default_runtime()
         if self._label_for is None or self._label_for[0]() is not runtime:
-            number = runtime.members(self.process_set).process_set_id
-            # Counted per set: a rank outside it does not use the layer.
-            prefix = f"sync_batch_norm.set{number}" if number else "sync_batch_norm"
-            self._label_for = weakref.ref(runtime), runtime.label(prefix)
+            self._label_for = weakref.ref(runtime), runtime.label("sync_batch_norm", runtime.members(self.process_set))
         return self._label_for[1]
 
     @torch.no_grad()
