@@ -7,6 +7,7 @@ non-blocking test with back-off, so that a late peer costs no core.
 from __future__ import annotations
 
 import pickle
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -130,9 +131,20 @@ def _rest(payload: bytes) -> np.ndarray:
     return np.frombuffer(payload, np.uint8, offset=_FRAME_BYTES - _HEADER_BYTES).copy()
 
 
+def _host() -> str:
+    """What tells this host from others: its name, and which start of which machine this is."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{socket.gethostname()} {file.read()}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _topology(MPI: Any, communicator: Any) -> Topology:
     rank, size = communicator.Get_rank(), communicator.Get_size()
-    local = communicator.Split_type(MPI.COMM_TYPE_SHARED)
+    # By name, not by what MPI can share memory with: that can be switched off, and a host stays one host.
+    hosts = communicator.allgather(_host())
+    local = communicator.Split(hosts.index(hosts[rank]), rank)
     local_rank, local_size = local.Get_rank(), local.Get_size()
     cross = communicator.Split(local_rank, rank)
     sizes = communicator.allgather(local_size)

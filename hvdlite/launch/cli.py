@@ -51,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-np", "--num-proc", dest="num_ranks", metavar="N", type=_count, help="number of ranks")
     parser.add_argument(
         "--as-horovod", action="store_true", help="programs written for Horovod: import horovod finds hvdlite")
+    parser.add_argument(
+        "--mpi-args", metavar="ARGS", default=os.environ.get("HVDLITE_MPI_ARGS", ""),
+        help="more options for the MPI's own starter, in one word (default: $HVDLITE_MPI_ARGS)")
     parser.add_argument("--verbose", action="store_true", help="print the starter's command before running it")
     parser.add_argument("-v", "--version", action="version", version=f"hvdrun {__version__} (hvdlite)")
     ending = parser.add_argument_group("ending a job")
@@ -110,7 +113,7 @@ def _launch(arguments: argparse.Namespace, command: list[str], settings: dict[st
     with private_directory() as directory:
         request = StartRequest(
             starter=starter, num_ranks=job.num_ranks, num_cpus=len(os.sched_getaffinity(0)),
-            is_root=os.geteuid() == 0, directory=directory)
+            is_root=os.geteuid() == 0, directory=directory, mpi_args=tuple(shlex.split(arguments.mpi_args)))
         start = build_command(request)
         if warning := oversubscription_warning(request):
             _say(f"hvdrun: warning: {warning}")

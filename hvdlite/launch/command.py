@@ -16,7 +16,8 @@ from hvdlite.launch.mpi import Starter, StarterKind
 
 @dataclass(frozen=True)
 class StartRequest:
-    """Everything the command line depends on. ``directory``: where the guards find hvdrun's socket."""
+    """Everything the command line depends on. ``directory``: where the guards find hvdrun's socket. ``mpi_args``: the
+    user's own options for the starter, which come last."""
 
     starter: Starter
     num_ranks: int
@@ -24,6 +25,7 @@ class StartRequest:
     is_root: bool
     directory: str
     python: str = sys.executable
+    mpi_args: tuple[str, ...] = ()
 
     @property
     def oversubscribed(self) -> bool:
@@ -41,7 +43,7 @@ class StartCommand:
 
 def build_command(request: StartRequest) -> StartCommand:
     """Build the command for any starter."""
-    argv = [request.starter.path, *_starter_options(request), *_guard_argv(request)]
+    argv = [request.starter.path, *_starter_options(request), *request.mpi_args, *_guard_argv(request)]
     return StartCommand(tuple(argv), _starter_environment(request))
 
 
