@@ -450,7 +450,10 @@ class Background:
                 failure = PeerFailedError(f"{key}: still waited for when the job ended: {reason}")
                 failure.is_final = is_final
             self._fail(key, failure)
-        self._timeline.close()
+        try:
+            self._timeline.close()
+        except Exception:
+            _log.exception("the timeline cannot be finished")  # what follows, the end of the job, matters more
 
 
 def _leaving_error(farewells: Sequence[Farewell], rank: int) -> HorovodInternalError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,19 @@ def test_kill_9_leaves_readable_rings_and_a_live_file_that_is_valid_at_every_ins
         assert read.torn <= 1 and killed_ns - int(read.records["end_ns"][-1]) < 100e6
         assert cli.main(["export", str(directory), "--output", str(tmp_path / "out.json")]) == 0
         assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+
+
+def test_a_live_file_that_goes_away_stops_recording_and_nothing_else(tmp_path, caplog):
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    live = LiveTimeline(str(directory / "live.json"))
+    shutil.rmtree(directory)
+    time.sleep(0.05)
+    for i in range(2000):
+        live.span(Phase.QUEUE, f"t{i}", i, i + 1)
+    live.flush()
+    live.close()
+    assert caplog.text.count("recording into it has stopped") == 1 and not directory.exists()
 
 
 def test_cost_per_event_is_small(tmp_path):

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import time
 from typing import Any
 
 from hvdlite.errors import ConfigError
 from hvdlite.timeline.phase import Phase
+
+_log = logging.getLogger("hvdlite")
 
 _HEAD = b"[\n"
 _TAIL = b"\n]\n"
@@ -41,6 +44,7 @@ class LiveTimeline:
         self._start_ns = time.monotonic_ns()
         self._events: list[str] = []
         self._behind = b""
+        self._is_broken = False
         self._exchanged_ns = 0
         self._path = os.path.abspath(path)
         directory, name = os.path.split(self._path)
@@ -76,23 +80,40 @@ class LiveTimeline:
 
     def flush(self) -> None:
         """Append what was recorded, unless the last time is less than `_REST_NS` ago."""
-        if self._events and time.monotonic_ns() - self._exchanged_ns >= _REST_NS:
-            added = b",\n" + ",\n".join(self._events).encode()
+        if self._is_broken:
             self._events.clear()
-            self._hidden.append(self._behind + added)
-            _exchange(self._path, self._hidden_path)
-            self._shown, self._hidden = self._hidden, self._shown
-            self._behind = added
-            self._exchanged_ns = time.monotonic_ns()
+        elif self._events and time.monotonic_ns() - self._exchanged_ns >= _REST_NS:
+            try:
+                self._append()
+            except OSError as reason:
+                self._give_up(reason)
 
+    def _append(self) -> None:
+        added = b",\n" + ",\n".join(self._events).encode()
+        self._events.clear()
+        self._hidden.append(self._behind + added)
+        _exchange(self._path, self._hidden_path)
+        self._shown, self._hidden = self._hidden, self._shown
+        self._behind = added
+        self._exchanged_ns = time.monotonic_ns()
     def close(self) -> None:
         """Append the rest and remove the hidden copy."""
         if self._events:
             time.sleep(max(0, _REST_NS - time.monotonic_ns() + self._exchanged_ns) / 1e9)
             self.flush()
+        if self._is_broken:
+            return
         self._shown.close()
         self._hidden.close()
-        os.unlink(self._hidden_path)
+        try:
+            os.unlink(self._hidden_path)
+        except OSError as reason:
+            self._give_up(reason)
+
+    def _give_up(self, reason: OSError) -> None:
+        """A file that cannot be written any more (no space left, removed) must not end the training."""
+        self._is_broken = True
+        _log.warning("timeline %s: %s: recording into it has stopped", self._path, reason)
 
     def _add(self, event: dict[str, Any]) -> None:
         self._events.append(json.dumps(event))

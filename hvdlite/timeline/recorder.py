@@ -93,7 +93,8 @@ class RingTimeline:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._names = open(f"{self.path}.names", "w", encoding="ascii")
             with open(self.path, "w+b") as file:
-                file.truncate(HEADER_BYTES + self._capacity * RECORD.size)
+                # Reserved now: a full disk is an error here and not a SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + self._capacity * RECORD.size)
                 self._memory = mmap.mmap(file.fileno(), 0)
         except OSError as reason:
             raise ConfigError(f"timeline {self.path}: {reason}: name a directory this rank may write to") from reason
