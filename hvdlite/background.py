@@ -336,11 +336,11 @@ class Background:
     def _record_negotiation(self, entries: Mapping[int, TensorEntry], start_ns: int) -> None:
         now_ns = time.monotonic_ns()
         for entry in entries.values():
-            key, queued_ns = entry.request.key, entry.submitted_ns
+            key, label, queued_ns = entry.request.key, entry.request.label, entry.submitted_ns
             if entry.is_stand_in or key.collective in SINGULAR:
                 continue
-            self._timeline.span(Phase.QUEUE, key.label, queued_ns, max(start_ns, queued_ns))
-            self._timeline.span(Phase[f"NEGOTIATE_{key.collective.upper()}"], key.label, max(start_ns, queued_ns), now_ns)
+            self._timeline.span(Phase.QUEUE, label, queued_ns, max(start_ns, queued_ns))
+            self._timeline.span(Phase[f"NEGOTIATE_{key.collective.upper()}"], label, max(start_ns, queued_ns), now_ns)
         if self.marks_cycles:
             self._timeline.span(Phase.CYCLE_START, "cycle", start_ns, start_ns)
 
@@ -353,7 +353,7 @@ class Background:
             if buffer.write_back:
                 buffer.write_back()
         if self._timeline.is_recording:
-            self._timeline.span(Phase[key.collective.upper()], key.label, entry.submitted_ns, time.monotonic_ns())
+            self._timeline.span(Phase[key.collective.upper()], entry.request.label, entry.submitted_ns, time.monotonic_ns())
         entry.handle.complete(entry.result(entry))
         self.queue.notice_end()
 

@@ -55,7 +55,7 @@ class Bucket:
     @cached_property
     def label(self) -> str:
         """How timelines call it: by its first tensor."""
-        return self.request.key.label
+        return self.request.label
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _log = logging.getLogger("hvdlite")
 SUM, MIN, MAX, PRODUCT = 0, 1, 2, 3
 
 
-def _compiled(signature: str) -> Any:
+def compiled(signature: str | list[str]) -> Any:
     """``njit`` with an explicit signature, cached on disk where some place for the cache is writable."""
 
     def decorate(function: Any) -> Any:
@@ -51,35 +51,35 @@ def _copy(typing_context: Any, destination: Any, source: Any, num_bytes: Any) ->
     return types.void(types.uint64, types.uint64, types.int64), generate
 
 
-@_compiled("void(uint64[::1], int64[::1], int64[::1], uint64)")
+@compiled("void(uint64[::1], int64[::1], int64[::1], uint64)")
 def pack(addresses: np.ndarray, sizes_bytes: np.ndarray, offsets_bytes: np.ndarray, destination: int) -> None:
     """Copy tensor i (``sizes_bytes[i]`` bytes at ``addresses[i]``) to ``destination + offsets_bytes[i]``."""
     for i in range(len(addresses)):
         _copy(destination + np.uint64(offsets_bytes[i]), addresses[i], sizes_bytes[i])
 
 
-@_compiled("void(uint64[::1], int64[::1], int64[::1], uint64)")
+@compiled("void(uint64[::1], int64[::1], int64[::1], uint64)")
 def unpack(addresses: np.ndarray, sizes_bytes: np.ndarray, offsets_bytes: np.ndarray, source: int) -> None:
     """The way back of ``pack``."""
     for i in range(len(addresses)):
         _copy(addresses[i], source + np.uint64(offsets_bytes[i]), sizes_bytes[i])
 
 
-@_compiled("void(float32[::1], float32)")
+@compiled("void(float32[::1], float32)")
 def multiply_float32(values: np.ndarray, factor: float) -> None:
     """Multiply in place. *Shapes*: (n,)."""
     for i in range(len(values)):
         values[i] *= factor
 
 
-@_compiled("void(float64[::1], float64)")
+@compiled("void(float64[::1], float64)")
 def multiply_float64(values: np.ndarray, factor: float) -> None:
     """Multiply in place. *Shapes*: (n,)."""
     for i in range(len(values)):
         values[i] *= factor
 
 
-@_compiled("void(uint16[::1], float32[::1], boolean)")
+@compiled("void(uint16[::1], float32[::1], boolean)")
 def halves_to_float(source: np.ndarray, destination: np.ndarray, is_bfloat16: bool) -> None:
     """Widen 16-bit floats, given as their bits, exactly. *Shapes*: both (n,)."""
     bits = destination.view(np.uint32)
@@ -98,7 +98,7 @@ def halves_to_float(source: np.ndarray, destination: np.ndarray, is_bfloat16: bo
         bits[i] = bits[i] | special | sign
 
 
-@_compiled("void(float32[::1], uint16[::1], boolean)")
+@compiled("void(float32[::1], uint16[::1], boolean)")
 def float_to_halves(source: np.ndarray, destination: np.ndarray, is_bfloat16: bool) -> None:
     """Narrow to 16-bit floats, round to nearest even; NaN stays NaN. *Shapes*: both (n,)."""
     bits = source.view(np.uint32)
@@ -126,7 +126,7 @@ def float_to_halves(source: np.ndarray, destination: np.ndarray, is_bfloat16: bo
         destination[i] = np.uint16(half | sign)
 
 
-@_compiled("void(float32[::1], float32[::1], int64)")
+@compiled("void(float32[::1], float32[::1], int64)")
 def _accumulate(total: np.ndarray, value: np.ndarray, op: int) -> None:
     if op == SUM:
         for i in range(len(total)):
@@ -148,7 +148,7 @@ def _accumulate(total: np.ndarray, value: np.ndarray, op: int) -> None:
 _BLOCK = 2048
 
 
-@_compiled("void(uint16[:, ::1], uint16[::1], int64, boolean, float32, float32)")
+@compiled("void(uint16[:, ::1], uint16[::1], int64, boolean, float32, float32)")
 def reduce_halves(
     rows: np.ndarray, out: np.ndarray, op: int, is_bfloat16: bool, prescale: float, postscale: float
 ) -> None:

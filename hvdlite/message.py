@@ -55,16 +55,12 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         return f"{self.collective} {self.name!r}"
 
-    @property
-    def label(self) -> str:
-        """How timelines call it."""
-        return f"{self.collective}.{self.name}"
-
 
 class Request(NamedTuple):
     """One rank's call, as far as the ranks must agree on it.
 
-    *Shapes*: one entry per tensor of the call in ``dtypes`` and ``shapes``; a group is one Request.
+    *Shapes*: one entry per tensor of the call in ``dtypes`` and ``shapes``; a group is one Request. ``names``: the
+    tensors' own names, where a group has such.
     *Units*: ``root_rank`` is a global rank, -1 where there is no root.
     """
 
@@ -77,6 +73,15 @@ class Request(NamedTuple):
     postscale: float = 1.0
     device: str = "cpu"
     compressor: str = "none"
+    names: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How timelines and reports call it: a group by its first and last tensor."""
+        key = f"{self.key.collective}.{self.key.name}"
+        if not self.names:
+            return key
+        return f"{key}[{self.names[0]}]" if len(self.names) == 1 else f"{key}[{self.names[0]} .. {self.names[-1]}]"
 
 
 class Report(NamedTuple):

@@ -148,6 +148,7 @@ def _all_waited(keys: list[Key], pending: Mapping[Key, Mapping[int, Request]], r
 
 #: What is compared, in this order: field of Request, its name in the plural, and what to do.
 _COMPARED = (
+    ("names", "names of its tensors", "give the tensors the same names, in the same order, on every rank"),
     ("dtypes", "dtypes", "submit the same dtype on every rank"),
     ("shapes", "shapes", "submit the same shape on every rank"),
     ("op", "reduction ops", "use the same op on every rank"),
@@ -181,6 +182,8 @@ def _word(field: str, value: object) -> str:
         shapes = [f"({', '.join('any' if n < 0 else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
                   for shape in value]  # type: ignore[attr-defined]
         return shapes[0] if len(shapes) == 1 else f"[{', '.join(shapes)}]"
+    if field == "names":
+        return f"[{', '.join(value)}]"  # type: ignore[arg-type]
     if field == "dtypes":
         return value[0] if len(value) == 1 else f"[{', '.join(value)}]"  # type: ignore
     return str(value)

@@ -7,17 +7,19 @@ dict of gradients.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from hvdlite import submission
-from hvdlite.errors import InvalidRequestError
+from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
 from hvdlite.fusion import plan_gradient_buckets
 from hvdlite.handle import Handle
 from hvdlite.message import Collective, ReduceOp
-from hvdlite.process_set import ProcessSet
+from hvdlite.objects import allgather_object
+from hvdlite.process_set import Members, ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.submission import Submission
 
@@ -32,6 +34,25 @@ class GradientSpec(NamedTuple):
 
     name: str
     num_bytes: int
+
+
+def agree_on_order(names: Sequence[str], label: str, members: Members, runtime: Runtime) -> list[int]:
+    """Return this rank's indices in the order in which the first rank of the set names the same gradients.
+
+    Collective over the set. Raises: MismatchError, on every rank, where one has a name that another lacks.
+    """
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    if len(set(allgather_object(digest, f"{label}.digest", members, runtime))) == 1:
+        return list(range(len(names)))
+    everyones = allgather_object(list(names), f"{label}.names", members, runtime)
+    differing = sorted(set().union(*everyones) - set.intersection(*map(set, everyones)))
+    if differing:
+        holders = format_ranks(rank for rank, one in zip(members.ranks, everyones, strict=True) if differing[0] in one)
+        raise MismatchError(
+            f"{label}: {len(differing)} gradients are not on every rank, as {differing[0]!r}, on {holders} only: wrap the same "
+            "parameters under the same names on every rank")
+    places = {name: index for index, name in enumerate(names)}
+    return [places[name] for name in everyones[0]]
 
 
 class GradientExchange:
@@ -58,6 +79,7 @@ class GradientExchange:
         planned = plan_gradient_buckets(
             [gradients[index].num_bytes for index in rest], self._runtime.config.fusion_threshold_bytes)
         self._buckets = [*map(list, groups), *([rest[place] for place in bucket] for bucket in planned)]
+        self._bucket_names = [tuple(self._names[index] for index in bucket) for bucket in self._buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self.label = label
         self._op = op
@@ -127,11 +149,10 @@ class GradientExchange:
 
     def _submit(self, number: int) -> None:
         bucket = self._buckets[number]
-        ends = [self._names[bucket[0]], self._names[bucket[-1]]]
-        name = f"{self.label}.{number}[{ends[0]}]" if len(bucket) == 1 else f"{self.label}.{number}[{ends[0]} .. {ends[1]}]"
+        # Named by number: where the ranks' gradients differ, the agreement on this one name says so.
         call = Submission(
-            Collective.ALLREDUCE, [self._ready[index] for index in bucket], is_group=True, name=name,
-            process_set=self._process_set, runtime=self._runtime)
+            Collective.ALLREDUCE, [self._ready[index] for index in bucket], is_group=True, name=f"{self.label}.{number}",
+            process_set=self._process_set, names=self._bucket_names[number], runtime=self._runtime)
         self._handles[number] = submission.allreduce(
             call, in_place=self._in_place, average=None, op=self._op, prescale_factor=self._scales[0],
             postscale_factor=self._scales[1])

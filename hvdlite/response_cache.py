@@ -10,7 +10,6 @@ rank, and touched only in plan order; so the table is equal on all ranks after e
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -33,7 +32,7 @@ class SlotTable:
         self.compilations = 0
         self._keys: list[Key | None] = []
         self._by_key: dict[Key, int] = {}
-        self._free: list[int] = []
+        self._free: set[int] = set()
         self._recency: OrderedDict[int, None] = OrderedDict()
         self._plans: OrderedDict[int, Plan] = OrderedDict()
 
@@ -117,9 +116,7 @@ class SlotTable:
         if slot == len(self.requests):
             self.requests.append(None)
             self._keys.append(None)
-        elif self._keys[slot] is None:
-            self._free.remove(slot)
-            heapq.heapify(self._free)
+        self._free.discard(slot)
         self.requests[slot] = request
         self._keys[slot] = key
         self._by_key[key] = slot
@@ -131,7 +128,7 @@ class SlotTable:
         del self._recency[slot]
         self.requests[slot] = None
         self._keys[slot] = None
-        heapq.heappush(self._free, slot)
+        self._free.add(slot)
 
 
 def bits(mask: int) -> Iterator[int]:

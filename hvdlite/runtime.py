@@ -122,12 +122,12 @@ class Runtime:
 
     def request(
         self, process_set_id: int, collective: str, name: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...],
-        op: int, root_rank: int, prescale: float, postscale: float, device: str,
+        op: int, root_rank: int, prescale: float, postscale: float, device: str, names: tuple[str, ...] = (),
     ) -> Request:
         """The Request of a call; that of the last call by this name if it is the same, so that a training loop makes
         each of them once."""
         known = self._requests.get((process_set_id, collective, name))
-        rest = (dtypes, shapes, op, root_rank, prescale, postscale, device, "none")
+        rest = (dtypes, shapes, op, root_rank, prescale, postscale, device, "none", names)
         if known is None or known[1:] != rest:
             if len(self._requests) >= self._max_requests:
                 self._requests.clear()

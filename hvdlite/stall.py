@@ -29,8 +29,13 @@ def stalled(
             continue  # who has no data left waits as long as the others have some
         missing = tuple(rank for rank in process_sets[key.process_set_id] if rank not in by_rank and rank not in joined)
         if missing and waited[key] >= limit_s:
-            found.setdefault(missing, []).append(f"{key} ({waited[key]:.0f} s)")
+            found.setdefault(missing, []).append(f"{_worded(key, by_rank)} ({waited[key]:.0f} s)")
     return found
+
+
+def _worded(key: Key, by_rank: Mapping[int, Request]) -> str:
+    names = next(iter(by_rank.values())).names
+    return f"{key} of {', '.join(names[:_NAMES_SHOWN])}{' ...' if len(names) > _NAMES_SHOWN else ''}" if names else str(key)
 
 
 def fatal(

@@ -31,20 +31,22 @@ _OPS: dict[str, dict[Any, int]] = {
 class Submission:
     """One call on its way: who runs it, under which key, on which tensors.
 
-    ``tensors`` is one tensor, or a sequence when ``is_group``; ``runtime`` defaults to the process's.
+    ``tensors`` is one tensor, or a sequence when ``is_group``, which may have ``names`` of their own; ``runtime``
+    defaults to the process's.
     """
 
-    __slots__ = ("collective", "is_group", "name", "process_set", "runtime", "tensors")
+    __slots__ = ("collective", "is_group", "name", "names", "process_set", "runtime", "tensors")
 
     def __init__(
         self, collective: str, tensors: Any, *, is_group: bool = False, name: str | None = None,
-        process_set: ProcessSet | Members | None = None, runtime: Runtime | None = None,
+        process_set: ProcessSet | Members | None = None, names: tuple[str, ...] = (), runtime: Runtime | None = None,
     ) -> None:
         self.runtime = runtime or default_runtime()
         self.process_set = self.runtime.members(process_set)
         self.collective = collective
         self.is_group = is_group
         self.name = name
+        self.names = names
         self.tensors = list(tensors) if is_group else [] if tensors is None and collective in _WITHOUT_TENSORS else [tensors]
         if self.process_set.rank_in_set < 0:
             raise NotAMemberError(
@@ -119,7 +121,8 @@ class Submission:
             shapes = tuple([buffer.shape for buffer in inputs])
         request = runtime.request(
             process_set.process_set_id, self.collective, name, tuple([buffer.dtype for buffer in inputs]), shapes,
-            op, root_rank, float(prescale), float(postscale), inputs[0].device if inputs else "cpu")
+            op, root_rank, float(prescale), float(postscale), inputs[0].device if inputs else "cpu",
+            self.names)
         entry = TensorEntry(
             request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
             None if outputs or not inputs else self.allocator(inputs), splits,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,14 +46,28 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
     host = source.cpu() if device != "cpu" else source
     if not host.is_contiguous():
         host = host.contiguous()
-    flat = host.view(-1) if host.dim() != 1 else host
-    bits = flat.view(torch.int16) if name == "bfloat16" else flat
-    array = bits.numpy()
-    made = Buffer(array.view(np.uint16) if name == "bfloat16" else array, name, tuple(tensor.shape), device,
-                  tensor, None, host.data_ptr())
+    array = _view(host.view(-1) if host.dim() != 1 else host, name)
+    made = Buffer(array, name, tuple(tensor.shape), device, tensor, None, host.data_ptr())
     if writable and host is not source and host.data_ptr() != source.data_ptr():
-        made.write_back = lambda: source.copy_(host)
+        made.write_back = _writer(source, host, name)
     return made
+
+
+def _view(tensor: torch.Tensor, name: str) -> np.ndarray:
+    """A host tensor's memory, bfloat16 as its bits."""
+    return tensor.view(torch.int16).numpy().view(np.uint16) if name == "bfloat16" else tensor.numpy()
+
+
+def _writer(target: torch.Tensor, host: torch.Tensor, name: str) -> Callable[[], None]:
+    """How the result gets from ``host`` to where the user sees it."""
+    if target.device.type != "cpu":
+        def copy_to_device() -> None:
+            target.copy_(host)
+
+        return copy_to_device
+    # Through memory, as results that need no copy arrive: autograd takes no notice, and inference tensors allow it.
+    seen, result = _view(target, name), _view(host, name)
+    return lambda: np.copyto(seen, result)
 
 
 def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:

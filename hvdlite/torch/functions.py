@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,26 @@ def broadcast_optimizer_state(
     for handle in handles:
         handle.wait()
     if not is_root:
-        optimizer.load_state_dict(state)
+        with keeping_groups_and_state(optimizer):
+            optimizer.load_state_dict(state)
+
+
+@contextmanager
+def keeping_groups_and_state(optimizer: Any) -> Iterator[None]:
+    """Within it state is loaded into the groups and the state that were there.
+
+    A wrapped optimizer shares them with the one inside, and so with a scheduler made before wrapping; torch would put
+    new ones in their place.
+    """
+    groups, kept, state = optimizer.param_groups, list(optimizer.param_groups), optimizer.state
+    yield
+    for one, loaded in zip(kept, map(dict, optimizer.param_groups), strict=True):
+        one.clear()
+        one.update(loaded)
+    loaded = dict(optimizer.state)
+    state.clear()
+    state.update(loaded)
+    optimizer.param_groups, optimizer.state = groups, state
 
 
 def _make_zero_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdlite.message import ReduceOp
-from hvdlite.optimizer import GradientExchange, GradientSpec
-from hvdlite.process_set import ProcessSet
+from hvdlite.optimizer import GradientExchange, GradientSpec, agree_on_order
+from hvdlite.process_set import Members, ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.torch.mpi_ops import sparse_allreduce_async
 
@@ -61,15 +61,20 @@ class ParameterExchange:
         """Whether a backward pass ran and ``synchronize`` has not run since."""
         return any(self._counts)
 
+    @property
+    def was_overrun(self) -> bool:
+        """Whether a backward pass too many ran into gradients on their way; until ``synchronize``."""
+        return bool(self._overrun)
+
     def synchronize(self) -> None:
-        """Finish the exchange; afterwards every parameter's ``grad`` is that of all ranks.
+        """Finish the exchange; afterwards every parameter's ``grad`` is that of all ranks, or None after a pass too many.
 
         Raises: AssertionError where a gradient was changed while it was on its way; the exchange's errors.
         """
         self._bind()
         if self._exchange is None:
             return
-        changed = [self._names[index] for index in self._sent if not self._is_as_sent(index)]
+        changed = [self._names[index] for index in self._sent if index not in self._overrun and not self._is_as_sent(index)]
         for index in range(len(self.parameters)):
             if index not in self._sent:
                 self._send(index)
@@ -80,6 +85,8 @@ class ParameterExchange:
             for index, finish in self._finish_sparse.items():
                 self.parameters[index].grad = finish()
         finally:
+            for index in self._overrun:
+                self.parameters[index].grad = None
             self._clear()
         assert not changed, (
             f"gradient {changed[0]!r} (one of {len(changed)}) was changed between backward() and step(), while it was on its "
@@ -96,17 +103,20 @@ class ParameterExchange:
         runtime = default_runtime()
         if runtime is self._runtime:
             return
-        self._runtime = runtime
         self._clear()
         self._exchange = None
-        options = self._options
-        members = runtime.members(options.process_set)
-        if members.size() == 1 or members.rank_in_set < 0:
-            return  # as every rank of the set does, or none, so that labels agree
+        members = runtime.members(self._options.process_set)
+        if members.size() > 1 and members.rank_in_set >= 0:  # on every rank of the set or on none, so that labels agree
+            self._exchange = self._make_exchange(runtime, members)
+        self._runtime = runtime
+
+    def _make_exchange(self, runtime: Runtime, members: Members) -> GradientExchange:
+        options, label = self._options, runtime.label("gradients", members)
+        self._reorder(agree_on_order(self._names, label, members, runtime))
         factor = options.gradient_predivide_factor
-        self._exchange = GradientExchange(
+        exchange = GradientExchange(
             [GradientSpec(name, p.numel() * p.element_size()) for name, p in zip(self._names, self.parameters, strict=True)],
-            label=runtime.label("gradients", members), op=options.op, in_place=True, prescale_factor=1.0 / factor,
+            label=label, op=options.op, in_place=True, prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)
@@ -114,15 +124,26 @@ class ParameterExchange:
                 old.remove()
             if parameter.requires_grad:
                 _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(index))
+        return exchange
+
+    def _reorder(self, order: Sequence[int]) -> None:
+        places = {index: place for place, index in enumerate(order)}
+        self.parameters = [self.parameters[index] for index in order]
+        self._names = [self._names[index] for index in order]
+        self._groups = [sorted(places[index] for index in group) for group in self._groups]
+        self._sparse = {places[index] for index in self._sparse}
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
             self._bind()
             if self._exchange is None:
                 return
-            assert self._counts[index] < self.passes and index not in self._sent, (
-                f"gradient {self._names[index]!r}: more backward passes than backward_passes_per_step={self.passes} before "
-                "step() or synchronize(): raise backward_passes_per_step, or call step() after each pass")
+            if self._counts[index] >= self.passes or index in self._sent:
+                # The pass has been added to what is on its way: this gradient is of no use.
+                self._overrun.add(index)
+                raise AssertionError(
+                    f"gradient {self._names[index]!r}: more backward passes than backward_passes_per_step={self.passes} before "
+                    "step() or synchronize(): raise backward_passes_per_step, or call step() after each pass")
             self._counts[index] += 1
             if self._counts[index] == self.passes:
                 self._send(index)
@@ -132,6 +153,7 @@ class ParameterExchange:
     def _clear(self) -> None:
         self._counts = [0] * len(self.parameters)
         self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
+        self._overrun: set[int] = set()
         self._contexts: dict[int, tuple[torch.Tensor, Any]] = {}
         self._finish_sparse: dict[int, Callable[[], torch.Tensor]] = {}
 

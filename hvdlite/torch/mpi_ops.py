@@ -102,13 +102,14 @@ def _allreduce(
 ) -> list[torch.Tensor]:
     op = handle_average_backwards_compatibility(op, average)
 
-    def run(given: Tensors, part: str = "") -> list[torch.Tensor]:
-        return _list(start(_one_or_all(start, given), None, _named(name, part), op, prescale, postscale, process_set).wait())
+    def run(given: Tensors) -> list[torch.Tensor]:
+        return _list(start(_one_or_all(start, given), None, name, op, prescale, postscale, process_set).wait())
 
     def gradient(given: Tensors) -> list[torch.Tensor]:
         if op not in (Average, Sum, Adasum):
             raise InvalidRequestError(f"allreduce {name or '(unnamed)'!r}: op {op.name} has no gradient: use detach()")
-        return run(given, ".grad")
+        none = Compression.none
+        return _allreduce(list(given), start, None, _named(name, ".grad"), none, op, prescale, postscale, process_set)
 
     compressed, context = zip(*[checked(compression).compress(one) for one in tensors], strict=True) if tensors else ((), ())
     results = _differentiable(run, gradient, compressed)
@@ -137,7 +138,7 @@ def _allgather(
         return _list(start(_one_or_all(start, given), name, process_set).wait())
 
     def gradient(given: Tensors) -> list[torch.Tensor]:
-        averaged = api.grouped_allreduce(given, name=_named(name, ".grad"), op=Average, process_set=process_set)
+        averaged = grouped_allreduce(given, name=_named(name, ".grad"), op=Average, process_set=process_set)
         own = torch.tensor([[len(one) for one in tensors]])
         rows = api.allgather(own, name=_named(name, ".rows"), process_set=process_set)
         before = rows[: _place(process_set)].sum(0).tolist()
@@ -154,8 +155,8 @@ def broadcast(
     Gradient: averaged over the ranks on the root, zero elsewhere.
     """
     def gradient(given: Tensors) -> list[torch.Tensor]:
-        averaged = api.allreduce(given[0], name=_named(name, ".grad"), op=Average, process_set=process_set)
-        return [averaged if rank() == root_rank else torch.zeros_like(averaged)]
+        averaged = allreduce(given[0], name=_named(name, ".grad"), op=Average, process_set=process_set)
+        return [averaged if rank() == root_rank else averaged * 0]
 
     return _differentiable(
         lambda given: [api.broadcast(given[0], root_rank, name, process_set)], gradient, [tensor])[0]
@@ -184,7 +185,7 @@ def alltoall(
         return [result]
 
     def gradient(given: Tensors) -> list[torch.Tensor]:
-        back = alltoall_async(given[0], received[0], _named(name, ".grad"), process_set).wait()[0]
+        back = alltoall(given[0], received[0], _named(name, ".grad"), process_set)[0]
         if len(back) < len(tensor):  # rows that were not sent have no influence
             back = torch.cat([back, back.new_zeros(len(tensor) - len(back), *back.shape[1:])])
         return [back]
@@ -223,7 +224,7 @@ def _reducescatter(
 
     def gradient(given: Tensors) -> list[torch.Tensor]:
         factor = prescale * postscale * (_size(process_set) if op == Sum else 1)
-        gathered: list[torch.Tensor] = api.grouped_allgather(given, name=_named(name, ".grad"), process_set=process_set)
+        gathered = grouped_allgather(given, name=_named(name, ".grad"), process_set=process_set)
         return gathered if factor == 1 else [one * factor for one in gathered]
 
     compressed, context = zip(*[checked(compression).compress(one) for one in tensors], strict=True) if tensors else ((), ())

@@ -16,7 +16,7 @@ from hvdlite.message import ReduceOp
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.runtime import default_runtime
 from hvdlite.torch.compression import Compression, checked
-from hvdlite.torch.functions import COMPILED_PREFIX
+from hvdlite.torch.functions import COMPILED_PREFIX, keeping_groups_and_state
 from hvdlite.torch.gradients import ExchangeOptions, ParameterExchange
 
 
@@ -47,8 +47,10 @@ def DistributedOptimizer(
     wrapped_class: Any = type(base.__name__, (side, base), {"__module__": __name__, "_wrapped_class": base})
     wrapped = wrapped_class.__new__(wrapped_class)
     wrapped.__dict__.update(optimizer.__dict__)
-    # A scheduler made before may have put the old optimizer's step on the instance: it would bypass ours.
-    wrapped.__dict__.pop("step", None)
+    # A scheduler made before has put the old optimizer's step on the instance: it would bypass ours. The scheduler would
+    # warn that this step was never called.
+    if wrapped.__dict__.pop("step", None) is not None:
+        optimizer._opt_called = True
     names = _names(wrapped, named_parameters)
     wrapped._distribute(names, _groups(wrapped, groups), backward_passes_per_step, options)
     return wrapped
@@ -133,6 +135,9 @@ class _Distributed:
         if closure is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))  # type: ignore[misc]
         if self._should_synchronize:
+            assert not any(one.was_overrun for one in self._exchanges), (
+                "step() after more backward passes than backward_passes_per_step: the gradients are lost: call synchronize() "
+                "and zero_grad(), and start over")
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize(), after synchronize(): the gradients are "
@@ -162,6 +167,7 @@ class _Distributed:
         """
         assert not self._is_under_way, (
             "zero_grad() between backward() and step(): gradients are in flight: call step() or synchronize() first")
+        self._synchronized = False
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -175,7 +181,8 @@ class _Distributed:
         for one in self.__dict__.get("_exchanges", ()):
             one.reset()
         self._synchronized = False
-        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        with keeping_groups_and_state(self):
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Adasum:
@@ -217,6 +224,11 @@ class _Adasum:
             for p, old, one, (_, context) in zip(parameters, before, combined, changes, strict=True):
                 p.copy_(old + compression.decompress(one, context))
         return result
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's."""
+        with keeping_groups_and_state(self):
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 def _check_arguments(op: ReduceOp | int, predivide: float, passes: int, process_set: ProcessSet | None) -> None:
