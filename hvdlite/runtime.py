@@ -171,6 +171,7 @@ class Runtime:
         Raises: ConfigError where it cannot be made.
         """
         if self.topology.rank == 0:
+            self.stop_timeline()  # first, because it may be the same file
             self._change_live(LiveTimeline(path))
         self.background.marks_cycles = mark_cycles or self.config.timeline_mark_cycles
 
@@ -231,6 +232,9 @@ def _parts(timeline: Timeline) -> list[Timeline]:
 
 
 _default: list[Runtime] = []
+#: Whether some default runtime of this process ended while ranks still waited for one another: then MPI's Finalize
+#: would wait for ranks that left without it.
+_disorder: list[None] = []
 
 
 def default_runtime() -> Runtime:
@@ -247,7 +251,8 @@ def start_default(comm: Any = None) -> Runtime:
     """Start the runtime of this process over ``comm``, or return the one that runs; see ``api.init``."""
     if _default and _default[0].is_running:
         return _default[0]
-    _default.clear()
+    if _default:
+        _note_end(_default.pop())
     config = Config.from_environment()
     _set_up_logging(config)
     import hvdlite.kernels  # noqa: F401  compiled before anyone negotiates
@@ -308,7 +313,9 @@ def _communicator(MPI: Any, comm: Any) -> Any:
 def shutdown() -> None:
     """End the job on all ranks; harmless when nothing runs. MPI stays initialised."""
     if _default:
-        _default.pop().shutdown()
+        runtime = _default.pop()
+        runtime.shutdown()
+        _note_end(runtime)
         global_process_set.register(None)
 
 
@@ -317,13 +324,18 @@ def is_initialized() -> bool:
     return bool(_default) and _default[0].is_running
 
 
+def _note_end(runtime: Runtime) -> None:
+    if not runtime.background.is_clean:
+        _disorder.append(None)
+
+
 def shutdown_at_exit() -> bool:
     """Leave at the end of the process; tell whether all ranks left in good order."""
-    if not _default:
-        return True
-    runtime = _default.pop()
-    runtime.shutdown("its process finished", is_final=True)
-    return runtime.background.is_clean
+    if _default:
+        runtime = _default.pop()
+        runtime.shutdown("its process finished", is_final=True)
+        _note_end(runtime)
+    return not _disorder
 
 
 def fail_at_exit(reason: str, timeout_s: float) -> None:

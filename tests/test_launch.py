@@ -40,7 +40,9 @@ def _wait_until(condition, timeout_s=15):
 def test_arguments_arrive_byte_for_byte():
     words = ["--msg", "a b", "--x=it's \"q\"", "", "*", "$HOME", "-np", "3", "--", "; echo hi", "back\\slash", "new\nline",
              "ümlaut", ":", os.fsdecode(b"\xff\xfe")]
-    code = "import sys, os, json; print(json.dumps([os.fsencode(a).decode('latin-1') for a in sys.argv[1:]]), flush=True)"
+    # One write, because ranks share the output and unbuffered Python writes the end of a line by itself.
+    code = ("import sys, os, json; "
+            "os.write(1, json.dumps([os.fsencode(a).decode('latin-1') for a in sys.argv[1:]]).encode() + b'\\n')")
     done = hvdrun(2, PYTHON, "-c", code, *words)
     assert done.returncode == 0, done.stderr
     expected = [os.fsencode(word).decode("latin-1") for word in words]
@@ -51,7 +53,7 @@ def test_environment_arrives_byte_for_byte():
     odd = {b"SP": b"a b", b"NL": b"a\nb", b"Q": b'"x"', b"E": b"", b"U": "ü".encode(), b"FOO.BAR": b"1",
            b"BASH_FUNC_f%%": b"() { echo 1\n}", b"RAW": b"\xff"}
     code = ("import os, json; e = os.environb; "
-            "print(json.dumps({k.decode('latin-1'): v.decode('latin-1') for k, v in e.items()}), flush=True)")
+            "os.write(1, json.dumps({k.decode('latin-1'): v.decode('latin-1') for k, v in e.items()}).encode() + b'\\n')")
     done = hvdrun(2, PYTHON, "-c", code, env={**os.environb, **odd}, options=["--cycle-time-ms", "2.5"])
     assert done.returncode == 0, done.stderr
     seen = [json.loads(line) for line in done.stdout.splitlines()]
@@ -125,6 +127,22 @@ def test_standard_input_of_a_surrounding_loop_is_left_alone():
     loop = f"printf 'a\\nb\\n' | while read x; do {PYTHON} -m hvdlite.launch -np 2 true; echo $x; done"
     done = subprocess.run(["bash", "-c", loop], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.stdout.split() == ["a", "b"]
+
+
+def test_a_peer_that_left_is_survived_to_the_end_of_the_script():
+    code = """
+import numpy as np, hvdlite as h
+h.init()
+if h.rank() == 0:
+    try:
+        h.allreduce(np.ones(1))
+    except h.HorovodInternalError as error:
+        print(error)
+    h.shutdown()
+    print("end of script")
+"""
+    done = hvdrun(2, PYTHON, "-c", code, timeout_s=30)
+    assert done.returncode == 0 and "rank 1 left" in done.stdout and done.stdout.endswith("end of script\n"), done.stderr
 
 
 def _start(mark, code, *options):

@@ -34,6 +34,11 @@ class RankEnd:
         """Whether it failed, nobody had told it to end, and no peer was the reason."""
         return self.failed and self.returncode is not None and not self.sent and not self.is_victim
 
+    @property
+    def left_with_a_code(self) -> bool:
+        """Whether it exited with a code that no signal explains."""
+        return self.returncode is not None and self.returncode > 0 and self.returncode not in {code for n in self.sent for code in (-n, 128 + n)}
+
 
 @dataclass
 class Outcome:
@@ -52,9 +57,11 @@ class Outcome:
 
     @property
     def cause(self) -> RankEnd | None:
-        """The first rank, by time, that failed by itself; where none did, the first that fell with another."""
-        ends = [end for end in self.ends.values() if end.failed_by_itself] or [
-            end for end in self.ends.values() if end.is_victim and not end.sent]
+        """The first rank, by time, that failed by itself. Where all such are victims of another, that one, if it was
+        merely slow to end and left with a code of its own; else the first victim."""
+        victims = [end for end in self.ends.values() if end.is_victim and not end.sent]
+        slow = [end for end in self.ends.values() if end.sent and not end.is_victim and end.left_with_a_code]
+        ends = [end for end in self.ends.values() if end.failed_by_itself] or (slow if victims else []) or victims
         return min(ends, key=lambda end: end.ended_ns, default=None)
 
     @property
