@@ -37,7 +37,9 @@ class RankEnd:
     @property
     def left_with_a_code(self) -> bool:
         """Whether it exited with a code that no signal explains."""
-        return self.returncode is not None and self.returncode > 0 and self.returncode not in {code for n in self.sent for code in (-n, 128 + n)}
+        if self.returncode is None or self.returncode <= 0:
+            return False
+        return self.returncode not in {128 + number for number in self.sent}
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_c2_names_that_cannot_be_used():
     """horovod/horovod#1110, #784: two gradients under one name, one under none."""
     first, second = scalars(2)
     sgd = torch.optim.SGD([first, second], lr=1.0)
-    with pytest.raises(ValueError, match="'fc.weight' twice"):
+    with pytest.raises(ValueError, match=r"'fc.weight' twice"):
         hvd.DistributedOptimizer(sgd, [("fc.weight", first), ("fc.weight", second)])
     with pytest.raises(ValueError, match=r"leaves out 1 of .*0\.1"):
         hvd.DistributedOptimizer(sgd, [("fc.weight", first)])
