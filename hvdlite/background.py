@@ -78,6 +78,8 @@ class Background:
         self.slots = SlotTable(config.cache_capacity)
         self.num_cycles = 0
         self.is_clean = True
+        #: Whether the loop ended because some rank's process did, or may have: MPI's Finalize would wait for that.
+        self.lost_ranks = False
         self._config = config
         self._cycle_time_s = config.cycle_time_ms / 1e3
         self._control = control
@@ -188,6 +190,9 @@ class Background:
         for entry in entries:
             key = entry.request.key
             self._pending[key] = entry
+            if key.process_set_id not in self._process_sets:
+                self._fail(key, ProcessSetRemovedError(f"{key}: its process set was removed before it came to it"))
+                continue
             slot = self._matches(entry.request)
             if slot is None:
                 self._must_exchange = True
@@ -234,11 +239,7 @@ class Background:
         report = Report(tuple(entry.request for entry in entries),
                         tuple((now_ns - entry.submitted_ns) / 1e9 for entry in entries))
         reports = self._control.gather(report)
-        agreement = None
-        if reports is not None:
-            self._warn_of_stalls(reports)
-            agreement = negotiate(self.slots, reports, self._process_sets,
-                                  stall_shutdown_s=self._config.stall_shutdown_s)
+        agreement = None if reports is None else self._decide(reports)
         agreed: Agreement = self._control.broadcast(agreement)
         self.slots.apply(agreed)
         for key, message in agreed.errors:
@@ -251,6 +252,15 @@ class Background:
             self.is_clean = False
             self._end(StalledError(f"{agreed.fatal}: the job ends on every rank; look at the ranks named"))
         return sum(1 << slot for slot in agreed.ready)
+
+    def _decide(self, reports: list[Report]) -> Agreement:
+        """Rank 0's part. Whatever goes wrong in it is told to the other ranks, who wait for an answer."""
+        try:
+            self._warn_of_stalls(reports)
+            return negotiate(self.slots, reports, self._process_sets, stall_shutdown_s=self._config.stall_shutdown_s)
+        except Exception as error:
+            _log.exception("negotiation failed")
+            return Agreement((), (), (), (), f"negotiation on rank 0 failed: {type(error).__name__}: {error}")
 
     def _grant(self) -> int:
         """The slots that this rank holds nobody up in."""
@@ -303,6 +313,9 @@ class Background:
                 entry.handle.complete(self._remove_process_set(key, entry.request.shapes[0][0]))
         except InvalidRequestError as error:
             entry.handle.fail(error)
+        except BaseException as error:
+            entry.handle.fail(error)
+            raise  # something done on all ranks went wrong here: the loop ends
 
     def _add_process_set(self, key: Key, ranks: tuple[int, ...]) -> int:
         for process_set_id, known in self._process_sets.items():
@@ -349,12 +362,18 @@ class Background:
         if self._pending.pop(key, None) is None:
             return  # this rank only stood in
         self._mask &= ~(1 << slot)
-        for buffer in entry.outputs:
-            if buffer.write_back:
-                buffer.write_back()
+        try:
+            for buffer in entry.outputs:
+                if buffer.write_back:
+                    buffer.write_back()
+            result = entry.result(entry)
+        except Exception as error:  # this rank's own business: the exchange itself is over
+            entry.handle.fail(InternalError(f"{key}: its result cannot be handed over: {type(error).__name__}: {error}"))
+            self.queue.notice_end()
+            return
         if self._timeline.is_recording:
             self._timeline.span(Phase[key.collective.upper()], entry.request.label, entry.submitted_ns, time.monotonic_ns())
-        entry.handle.complete(entry.result(entry))
+        entry.handle.complete(result)
         self.queue.notice_end()
 
     def _fail(self, key: Key, error: BaseException) -> None:
@@ -427,13 +446,16 @@ class Background:
         self.is_clean = not any(one.failed or one.num_pending for one in farewells)
         error = _leaving_error(farewells, self._rank)
         error.is_final = any(one.is_final for one in farewells)
+        self.lost_ranks = error.is_final and not self.is_clean
         self._end(error)
+        if self.is_clean and self._config.timeline_dir:
+            self._control.gather(None)  # every rank's ring is complete now: rank 0 may merge them
 
     def _end(self, error: BaseException) -> None:
         """Refuse new entries, fail all that are here, stop. Nothing can slip between: ``close`` comes first."""
         self._ended = True
         if not isinstance(error, NotInitializedError):
-            self.is_clean = False
+            self.is_clean, self.lost_ranks = False, True
         reason, is_final = str(error), getattr(error, "is_final", False)
 
         def refusal() -> NotInitializedError:

@@ -9,7 +9,7 @@ from hvdlite import submission
 from hvdlite.errors import InvalidRequestError, format_ranks
 from hvdlite.message import Collective
 from hvdlite.objects import allgather_object
-from hvdlite.process_set import Members, ProcessSet, global_process_set
+from hvdlite.process_set import Members, ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.submission import Submission
 
@@ -25,7 +25,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int], runtime: Runtime | 
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if made.mpi_comm is not None:
         raise NotImplementedError("add_process_set: a set given by a communicator: pass its ranks, or pass it to init()")
-    if made.process_set_id is not None:
+    if made.process_set_id is not None and runtime.process_sets.get(made.process_set_id) == made.members():
         raise InvalidRequestError(f"add_process_set: {made} is registered already: make a new ProcessSet")
     assert made.ranks is not None
     made.register(_add(runtime, tuple(made.ranks)))
@@ -67,12 +67,12 @@ def register_at_init(process_sets: Sequence[ProcessSet], runtime: Runtime) -> No
     if len({len(theirs) for theirs in everyones}) > 1:
         counts = ", ".join(f"rank {rank} has {len(theirs)}" for rank, theirs in enumerate(everyones))
         raise InvalidRequestError(f"init(process_sets=...): the lists differ in length: {counts}: pass as many on every rank")
-    known: dict[tuple[int, ...], Members] = {}
+    known = {one.ranks: one for one in runtime.process_sets.values()}  # init() may be called again with the same sets
     duplicates = {ranks for theirs in everyones for ranks in theirs
-                  if theirs.count(ranks) > 1 or any(one.ranks == ranks for one in runtime.process_sets.values())}
+                  if theirs.count(ranks) > 1 or ranks == runtime.process_sets[0].ranks}
     if duplicates:
         raise InvalidRequestError(
-            f"init(process_sets=...): {', '.join(map(format_ranks, sorted(duplicates)))}: listed twice, or registered already: "
+            f"init(process_sets=...): {', '.join(map(format_ranks, sorted(duplicates)))}: listed twice, or the set of all: "
             "list every set of ranks once")
     for index in range(len(mine)):
         for ranks in sorted({theirs[index] for theirs in everyones}):
@@ -102,8 +102,6 @@ def _next_name(runtime: Runtime) -> str:
 def _ranks_of(process_set: Any, runtime: Runtime) -> tuple[int, ...]:
     if not isinstance(process_set, ProcessSet):
         raise InvalidRequestError(f"init(process_sets=...): {process_set!r} is no ProcessSet: pass ProcessSet([0, 1])")
-    if process_set.process_set_id is not None and process_set is not global_process_set:
-        process_set.register(None)
     if process_set.mpi_comm is None:
         assert process_set.ranks is not None
         return tuple(process_set.ranks)

@@ -30,10 +30,11 @@ _SIDES = {"torch": "hvdlite.torch"}
 
 
 class GradientSpec(NamedTuple):
-    """A gradient's name and size; names and order must be the same on every rank."""
+    """A gradient's name, size and kind of device; names and order must be the same on every rank."""
 
     name: str
     num_bytes: int
+    device: str = "cpu"
 
 
 def agree_on_order(names: Sequence[str], label: str, members: Members, runtime: Runtime) -> list[int]:
@@ -76,9 +77,12 @@ class GradientExchange:
         self._names = [one.name for one in gradients]
         grouped = {index for group in groups for index in group}
         rest = [index for index in range(len(gradients)) if index not in grouped]
-        planned = plan_gradient_buckets(
-            [gradients[index].num_bytes for index in rest], self._runtime.config.fusion_threshold_bytes)
-        self._buckets = [*map(list, groups), *([rest[place] for place in bucket] for bucket in planned)]
+        self._buckets = [list(group) for group in groups]
+        for device in dict.fromkeys(gradients[index].device for index in rest):  # a bucket travels from one device
+            here = [index for index in rest if gradients[index].device == device]
+            planned = plan_gradient_buckets(
+                [gradients[index].num_bytes for index in here], self._runtime.config.fusion_threshold_bytes)
+            self._buckets += [[here[place] for place in bucket] for bucket in planned]
         self._bucket_names = [tuple(self._names[index] for index in bucket) for bucket in self._buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self.label = label
@@ -181,6 +185,12 @@ class PlainOptimizer:
         """
         names = sorted(gradients)
         specs = [GradientSpec(name, _size_bytes(name, gradients[name])) for name in names]
+        if self._exchange is None:
+            runtime = default_runtime()
+            described = [f"{spec.name} ({spec.num_bytes} bytes)" for spec in specs]
+            members = runtime.members(self._process_set)
+            if members.rank_in_set >= 0:
+                agree_on_order(described, self.label, members, runtime)
         if self._exchange is None or specs != self._specs:
             self._specs = specs
             self._exchange = GradientExchange(

@@ -6,11 +6,12 @@ as threads); the functions of the package use the default one.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdlite.background import Background
@@ -50,9 +51,9 @@ class Runtime:
         self.background = Background(config, control, plane, timeline or NullTimeline())
         self._control = control
         self._plane = plane
-        self._unnamed: dict[tuple[int, str], int] = {}
+        self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
         self._requests: dict[tuple[int, str, str], Request] = {}
-        self._labels: dict[str, int] = {}
+        self._labels: dict[str, Iterator[int]] = {}
         self._num_forks = len(_forks)
         self._max_requests = 4 * max(1024, config.cache_capacity)
 
@@ -116,8 +117,8 @@ class Runtime:
 
     def unnamed(self, process_set_id: int, collective: str) -> str:
         """The name of the next unnamed call; counted per collective and set, so that ranks agree."""
-        count = self._unnamed.get((process_set_id, collective), 0)
-        self._unnamed[process_set_id, collective] = count + 1
+        # setdefault and next are single steps, so that threads lose no number.
+        count = next(self._unnamed.setdefault((process_set_id, collective), itertools.count()))
         return f"{collective}.noname.{count % NUM_UNNAMED}"
 
     def request(
@@ -146,9 +147,7 @@ class Runtime:
         """
         if members is not None and members.process_set_id:
             prefix = f"{prefix}.set{members.process_set_id}"
-        count = self._labels.get(prefix, 0)
-        self._labels[prefix] = count + 1
-        return f"{prefix}.{count}"
+        return f"{prefix}.{next(self._labels.setdefault(prefix, itertools.count()))}"
 
     def shutdown(
         self, reason: str = "shutdown() was called", *, failed: bool = False, is_final: bool = False,
@@ -197,10 +196,9 @@ class Runtime:
             pass
 
     def _merge_timeline(self) -> None:
-        """Let rank 0 write merged.json once every rank's ring is complete."""
+        """Let rank 0 write merged.json; the background thread has seen to it that every rank's ring is complete."""
         if not self.config.timeline_dir:
             return
-        self._control.gather(None)
         if self.topology.rank == 0:
             from hvdlite.timeline.export import write_chrome_json
 
@@ -232,8 +230,8 @@ def _parts(timeline: Timeline) -> list[Timeline]:
 
 
 _default: list[Runtime] = []
-#: Whether some default runtime of this process ended while ranks still waited for one another: then MPI's Finalize
-#: would wait for ranks that left without it.
+#: Whether some default runtime of this process ended because a rank's process did: then MPI's Finalize would wait for
+#: ranks that left without it.
 _disorder: list[None] = []
 
 
@@ -325,7 +323,7 @@ def is_initialized() -> bool:
 
 
 def _note_end(runtime: Runtime) -> None:
-    if not runtime.background.is_clean:
+    if runtime.background.lost_ranks:
         _disorder.append(None)
 
 

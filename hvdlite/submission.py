@@ -5,6 +5,7 @@ Bad input raises here, at the call, with nothing submitted; then the call may be
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,7 +69,8 @@ class Submission:
         """Resolve ``op`` and the older ``average``."""
         if op is None:
             if average is not None:
-                warnings.warn("average= is the older spelling: use op=Average or op=Sum", DeprecationWarning, stacklevel=5)
+                warnings.warn("average= is the older spelling: use op=Average or op=Sum", DeprecationWarning,
+                              stacklevel=_level_of_caller())
             return ReduceOp.Sum.value if average is False else ReduceOp.Average.value
         if average is not None:
             raise self.invalid("op and average are both given: op alone says it (op=Average, op=Sum)")
@@ -132,6 +134,14 @@ class Submission:
     @staticmethod
     def _all(entry: TensorEntry) -> list[Any]:
         return [buffer.tensor for buffer in entry.outputs]
+
+
+def _level_of_caller() -> int:
+    """The ``stacklevel`` by which a warning points to the first line outside of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hvdlite":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _first(entry: TensorEntry) -> Any:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from ranks import Rank, run_ranks
 
-from hvdlite import adapters
+from hvdlite import adapters, background
 from hvdlite.config import Config
 from hvdlite.control.local import LocalGroup
 from hvdlite.errors import (
     DuplicateNameError,
+    InternalError,
     InvalidRequestError,
     MismatchError,
     NotInitializedError,
@@ -22,6 +23,7 @@ from hvdlite.errors import (
     WaitTimeoutError,
 )
 from hvdlite.message import ReduceOp
+from hvdlite.optimizer import GradientExchange, GradientSpec
 from hvdlite.runtime import Runtime
 
 FAST = Config(heartbeat_ms=5)
@@ -363,3 +365,57 @@ def test_stepping_cycles_by_hand():
     assert runtime.background.run_cycle()
     assert handle.done() and handle.wait().tolist() == [0.0, 1.0, 2.0]
     assert not runtime.background.run_cycle()
+
+
+@pytest.mark.parametrize("op", [ReduceOp.Min, ReduceOp.Max])
+def test_minimum_and_maximum_let_nan_through(op):
+    def body(rank):
+        values = np.array([rank.rank, -rank.rank, 5.0])
+        if rank.rank == 1:
+            values[2] = np.nan
+        result = rank.allreduce(values, op=op)
+        assert result[:2].tolist() == ([0, -2] if op is ReduceOp.Min else [2, 0]) and np.isnan(result[2])
+
+    run_ranks(3, body)
+
+
+def test_a_result_that_cannot_be_handed_over_fails_its_own_call_only():
+    def body(rank):
+        target = np.ones((4, 4))[:, ::2]
+        handle = rank.allreduce_async(target, name="x", op=ReduceOp.Sum, in_place=True)
+        target.flags.writeable = rank.rank == 0
+        together.wait(20)
+        if rank.rank == 0:
+            assert handle.wait(20).tolist() == [[2, 2]] * 4
+        else:
+            with pytest.raises(InternalError, match=r"'x'.*handed over"):
+                handle.wait(20)
+        works(rank)
+
+    together = threading.Barrier(2)
+    run_ranks(2, body, Config(heartbeat_ms=5, cycle_time_ms=200))
+
+
+def test_an_error_in_negotiation_reaches_every_rank(monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("no such thing")
+
+    def body(rank):
+        works(rank)
+        together.wait(20)
+        monkeypatch.setattr(background, "negotiate", broken)
+        together.wait(20)
+        with pytest.raises(StalledError, match=r"negotiation on rank 0 failed: KeyError: 'no such thing'"):
+            rank.allreduce(np.ones(2), name="new")
+
+    together = threading.Barrier(2)
+    run_ranks(2, body)
+
+
+def test_a_bucket_never_spans_kinds_of_devices():
+    def body(rank):
+        specs = [GradientSpec(f"w{index}", 8, kind) for index, kind in enumerate(["cpu", "cuda", "cuda", "cpu"])]
+        exchange = GradientExchange(specs, label="g", in_place=True, runtime=rank.runtime)
+        assert sorted(map(sorted, exchange._buckets)) == [[0, 3], [1, 2]]
+
+    run_ranks(1, body)

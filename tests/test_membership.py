@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
+from hvdlite.config import Config
 from hvdlite.errors import InvalidRequestError, MismatchError, NotAMemberError, ProcessSetRemovedError
 from hvdlite.membership import add_process_set, join, remove_process_set
 from hvdlite.message import ReduceOp
@@ -151,6 +152,46 @@ def test_average_divides_by_all_and_scales_are_not_applied_to_who_has_joined():
             group = rank.allreduce([np.ones(2), np.ones((2, 2), np.int32)], name="g", op=Sum, is_group=True)
             assert [one.tolist() for one in group] == [[1, 1], [[1, 1], [1, 1]]]
             assert join(rank.runtime) == 1
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_joined_rank_s_own_call_is_scaled_where_it_travels_with_one_it_lacks(rounds):
+    def body(rank):
+        for _ in range(rounds):  # agreed by reports the first time, then from the cache
+            names = ("b",) if rank.rank else ("a", "b")
+            handles = [rank.allreduce_async(np.ones(3), name=name, op=Sum, prescale=10.0) for name in names]
+            if rank.rank:
+                join(runtime=rank.runtime)
+            right = [20] if rank.rank else [10, 20]
+            assert [handle.wait(20)[0] for handle in handles] == right
+            if not rank.rank:
+                join(runtime=rank.runtime)
+
+    run_ranks(2, body, Config(heartbeat_ms=5, cycle_time_ms=50))
+
+
+def test_a_set_that_is_removed_while_a_thread_uses_it():
+    def body(rank):
+        for _ in range(20):
+            some, wrong = add_process_set([0], rank.runtime), []
+
+            def use(some=some, wrong=wrong):
+                try:
+                    for index in range(10_000):
+                        rank.allreduce_async(np.ones(2), name=f"x{index}", process_set=some)
+                except InvalidRequestError as error:
+                    if "not registered" not in str(error):
+                        wrong.append(error)
+
+            thread = threading.Thread(target=use)
+            if rank.rank == 0:
+                thread.start()
+            assert remove_process_set(some, rank.runtime)
+            if rank.rank == 0:
+                thread.join(20)
+            assert not wrong
 
     run_ranks(2, body)
 

@@ -12,7 +12,7 @@ from hvdlite.collectives import adasum
 from hvdlite.collectives.scaling import scale, unscaled_op
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.dataplane import halves
-from hvdlite.dataplane.base import DataPlane
+from hvdlite.dataplane.base import DataPlane, even_counts
 from hvdlite.fusion import Bucket
 from hvdlite.message import ReduceOp, Request
 from hvdlite.tensor_queue import TensorEntry
@@ -25,8 +25,10 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         slot, index, _, _ = bucket.segments[0]
         entry = entries[slot]
         with workspace.timeline.timed(Phase.MPI_ALLREDUCE, bucket.label, bucket.num_bytes):
-            source, target = entry.inputs[index].array, entry.outputs[index].array
-            _combine(plane, source, target, bucket, _request(bucket, entry))
+            request = bucket.request
+            if entry.is_stand_in and bucket.dtype not in HALVES:
+                request = request._replace(prescale=1.0)  # what changes nothing is not to be scaled
+            _combine(plane, entry.inputs[index].array, entry.outputs[index].array, bucket, request)
         return
     _execute_packed(bucket, entries, plane, workspace)
 
@@ -45,14 +47,23 @@ def _execute_packed(
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, name, bucket.num_bytes):
         kernels.pack(sources, sizes, places, buffer.ctypes.data)
     with timeline.timed(Phase.MPI_ALLREDUCE, name, bucket.num_bytes):
-        _combine(plane, values, values, bucket, _request(bucket, entries[bucket.segments[0].slot]))
+        _combine(plane, values, values, bucket, _prescaled(bucket, entries, values))
     with timeline.timed(Phase.MEMCPY_OUT_FUSION_BUFFER, name, bucket.num_bytes):
         kernels.unpack(targets, sizes, places, buffer.ctypes.data)
 
 
-def _request(bucket: Bucket, entry: TensorEntry) -> Request:
-    """The bucket's; values that stand in for a joined rank's are not to be scaled."""
-    return bucket.request._replace(prescale=1.0) if entry.is_stand_in and bucket.dtype not in HALVES else bucket.request
+def _prescaled(bucket: Bucket, entries: Mapping[int, TensorEntry], values: np.ndarray) -> Request:
+    """The bucket's request. Where some values stand in for a joined rank's, the others are scaled here, and it says so."""
+    request = bucket.request
+    stand_ins = [entries[one.slot].is_stand_in for one in bucket.segments]
+    if request.prescale == 1.0 or bucket.dtype in HALVES or not any(stand_ins):
+        return request
+    for one, is_stand_in in zip(bucket.segments, stand_ins, strict=True):
+        if not is_stand_in:
+            start = one.offset_bytes // values.itemsize
+            own = values[start : start + one.num_elements]
+            scale(own, own, request.prescale, 1)
+    return request._replace(prescale=1.0)
 
 
 def _combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, bucket: Bucket, request: Request) -> None:
@@ -65,6 +76,18 @@ def _combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, bucket: B
     adasum.combine(plane, source, target, tensors, bucket.dtype, request.prescale, request.postscale)
 
 
+#: MPIs differ in what Min and Max make of NaN, even between the ranks of one call; these let it through.
+_UFUNCS = {ReduceOp.Min: np.minimum, ReduceOp.Max: np.maximum}
+
+
+def _extreme(plane: DataPlane, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+    """Min and Max of floats: every rank's pieces to their owner, who combines them in rank order; then all gather."""
+    counts = even_counts(len(source), plane.size)
+    rows = np.empty((plane.size, counts[plane.rank]), source.dtype)
+    plane.alltoall(source, rows.reshape(-1), np.tile(np.array(counts, np.int64), (plane.size, 1)))
+    plane.allgather(_UFUNCS[op].reduce(rows, axis=0), target, counts)
+
+
 def combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, request: Request, dtype: str) -> None:
     """Prescale, combine across ranks, average and postscale. *Shapes*: both (n,); may be the same array."""
     op, divisor = unscaled_op(request.op, plane.size)
@@ -74,5 +97,8 @@ def combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, request: R
     if request.prescale != 1.0:
         scale(source, target, request.prescale, 1)
         source = target
-    plane.allreduce(source, target, op)
+    if op in _UFUNCS and target.dtype.kind == "f":
+        _extreme(plane, source, target, op)
+    else:
+        plane.allreduce(source, target, op)
     scale(target, target, request.postscale, divisor)

@@ -62,6 +62,18 @@ def broadcast_optimizer_state(
     if not is_root:
         with keeping_groups_and_state(optimizer):
             optimizer.load_state_dict(state)
+        undo_casts(optimizer, state)
+
+
+def undo_casts(optimizer: Any, state: dict[str, Any]) -> None:
+    """Put back what ``load_state_dict`` cast: torch gives floating state the dtype of its parameter."""
+    indices = [index for group in state.get("param_groups", ()) for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=False):
+        live = optimizer.state.get(parameter, {})
+        for name, value in state.get("state", {}).get(index, {}).items():
+            if isinstance(value, torch.Tensor) and name in live and live[name].dtype != value.dtype:
+                live[name] = value.to(live[name].device)
 
 
 @contextmanager
@@ -123,13 +135,14 @@ class _Place(NamedTuple):
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device_kind: str
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """A copy of nested dicts, lists and tuples with a _Place for every tensor, which goes to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype)
+        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, dict):
         return {key: _without_tensors(one, tensors) for key, one in value.items()}
     if type(value) in (list, tuple):
@@ -140,7 +153,7 @@ def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """The way back, with new tensors that wait to be overwritten."""
     if isinstance(value, _Place):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device_kind))
         return tensors[-1]
     if isinstance(value, dict):
         return {key: _with_tensors(one, tensors) for key, one in value.items()}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,7 @@ class ParameterExchange:
             results = self._exchange.finish(lambda index: None)
             for index, result in results.items():
                 self._receive(index, result)
-            for index, finish in self._finish_sparse.items():
-                self.parameters[index].grad = finish()
+            self._exchange_sparse(self._exchange.label)
         finally:
             for index in self._overrun:
                 self.parameters[index].grad = None
@@ -91,6 +91,14 @@ class ParameterExchange:
         assert not changed, (
             f"gradient {changed[0]!r} (one of {len(changed)}) was changed between backward() and step(), while it was on its "
             "way: call synchronize() first, then clip or unscale, then step() within skip_synchronize()")
+
+    def _exchange_sparse(self, label: str) -> None:
+        """Exchange the sparse gradients; only now, because their places in the buckets tell that all ranks have such."""
+        options = self._options
+        finish = {index: sparse_allreduce_async(gradient, f"{label}.sparse.{self._names[index]}", options.op, options.process_set)
+                  for index, gradient in sorted(self._sparse_gradients.items())}
+        for index, wait in finish.items():
+            self.parameters[index].grad = wait()
 
     def reset(self) -> None:
         """Forget the current backward pass."""
@@ -114,9 +122,10 @@ class ParameterExchange:
         options, label = self._options, runtime.label("gradients", members)
         self._reorder(agree_on_order(self._names, label, members, runtime))
         factor = options.gradient_predivide_factor
+        specs = [GradientSpec(name, p.numel() * p.element_size(), p.device.type)
+                 for name, p in zip(self._names, self.parameters, strict=True)]
         exchange = GradientExchange(
-            [GradientSpec(name, p.numel() * p.element_size()) for name, p in zip(self._names, self.parameters, strict=True)],
-            label=label, op=options.op, in_place=True, prescale_factor=1.0 / factor,
+            specs, label=label, op=options.op, in_place=True, prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)
@@ -134,28 +143,36 @@ class ParameterExchange:
         self._sparse = {places[index] for index in self._sparse}
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def count(parameter: torch.Tensor) -> None:
-            self._bind()
-            if self._exchange is None:
-                return
-            if self._counts[index] >= self.passes or index in self._sent:
-                # The pass has been added to what is on its way: this gradient is of no use.
-                self._overrun.add(index)
-                raise AssertionError(
-                    f"gradient {self._names[index]!r}: more backward passes than backward_passes_per_step={self.passes} before "
-                    "step() or synchronize(): raise backward_passes_per_step, or call step() after each pass")
-            self._counts[index] += 1
-            if self._counts[index] == self.passes:
-                self._send(index)
+        # Weak, because the garbage collector does not look into hooks: parameters would hold themselves for ever.
+        weak = weakref.ref(self)
 
-        return count
+        def hand_over(parameter: torch.Tensor) -> None:
+            exchange = weak()
+            if exchange is not None:
+                exchange._count(index)
+
+        return hand_over
+
+    def _count(self, index: int) -> None:
+        self._bind()
+        if self._exchange is None:
+            return
+        if self._counts[index] >= self.passes or index in self._sent:
+            # The pass has been added to what is on its way: this gradient is of no use.
+            self._overrun.add(index)
+            raise AssertionError(
+                f"gradient {self._names[index]!r}: more backward passes than backward_passes_per_step={self.passes} before "
+                "step() or synchronize(): raise backward_passes_per_step, or call step() after each pass")
+        self._counts[index] += 1
+        if self._counts[index] == self.passes:
+            self._send(index)
 
     def _clear(self) -> None:
         self._counts = [0] * len(self.parameters)
         self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
         self._overrun: set[int] = set()
         self._contexts: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._finish_sparse: dict[int, Callable[[], torch.Tensor]] = {}
+        self._sparse_gradients: dict[int, torch.Tensor] = {}
 
     def _send(self, index: int) -> None:
         gradient = self._gradient(index)
@@ -164,9 +181,7 @@ class ParameterExchange:
             self._sparse.add(index)
             if not self._options.sparse_as_dense:
                 self._sent[index] = (None, 0)
-                name = f"{self._exchange.label}.sparse.{self._names[index]}"
-                self._finish_sparse[index] = sparse_allreduce_async(
-                    gradient, name, self._options.op, self._options.process_set)
+                self._sparse_gradients[index] = gradient
                 self._exchange.ready(index, gradient.new_empty(0).to_dense())  # keeps its place in the bucket
                 return
             gradient = gradient.to_dense()
@@ -195,7 +210,7 @@ class ParameterExchange:
         return gradient is None or (self.parameters[index].grad is gradient and gradient._version == version)
 
     def _receive(self, index: int, result: torch.Tensor) -> None:
-        if index in self._finish_sparse:
+        if index in self._sparse_gradients:
             return
         gradient, context = self._contexts[index]
         parameter = self.parameters[index]

@@ -7,6 +7,7 @@ tensors, and the questions about the installation.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -47,12 +48,29 @@ from hvdlite.torch.compression import Compression, checked
 
 Tensors = Sequence[torch.Tensor]
 
-allreduce_async, allreduce_async_ = api.allreduce_async, api.allreduce_async_
-grouped_allreduce_async, grouped_allreduce_async_ = api.grouped_allreduce_async, api.grouped_allreduce_async_
+
+def _noted_by_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An in-place call after which autograd refuses to use what it had saved of the tensors, as after torch's own."""
+
+    @functools.wraps(function)
+    def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(tensors, *args, **kwargs)
+        for one in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            if isinstance(one, torch.Tensor) and not one.is_inference():
+                torch.autograd.graph.increment_version(one)
+        return result
+
+    return call
+
+
+allreduce_async, grouped_allreduce_async = api.allreduce_async, api.grouped_allreduce_async
 allgather_async, grouped_allgather_async = api.allgather_async, api.grouped_allgather_async
-broadcast_async, broadcast_async_ = api.broadcast_async, api.broadcast_async_
 reducescatter_async, grouped_reducescatter_async = api.reducescatter_async, api.grouped_reducescatter_async
-allreduce_, grouped_allreduce_, broadcast_ = api.allreduce_, api.grouped_allreduce_, api.broadcast_
+broadcast_async = api.broadcast_async
+allreduce_async_, allreduce_ = _noted_by_autograd(api.allreduce_async_), _noted_by_autograd(api.allreduce_)
+broadcast_async_, broadcast_ = _noted_by_autograd(api.broadcast_async_), _noted_by_autograd(api.broadcast_)
+grouped_allreduce_async_ = _noted_by_autograd(api.grouped_allreduce_async_)
+grouped_allreduce_ = _noted_by_autograd(api.grouped_allreduce_)
 
 
 def synchronize(handle: Any) -> Any:

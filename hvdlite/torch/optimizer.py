@@ -70,6 +70,8 @@ class _Distributed:
         self._synchronized = False
         self._should_synchronize = True
         self._exchanges: list[ParameterExchange] = []
+        runtime = default_runtime()
+        self._label = runtime.label("optimizer", runtime.members(options.process_set))
         self._register(groups)
 
     def _register(self, groups: list[list[torch.Tensor]] | None = None) -> None:
@@ -156,9 +158,18 @@ class _Distributed:
                 loss = closure()
             self.synchronize()
             self._synchronized = False
-            return loss
+            return self._averaged(loss)
 
         return run
+
+    def _averaged(self, loss: Any) -> Any:
+        """The loss of all ranks: optimizers that decide by it, as LBFGS does, decide alike everywhere."""
+        members = default_runtime().members(self._options.process_set)
+        if members.size() == 1 or members.rank_in_set < 0 or not isinstance(loss, (float, torch.Tensor)):
+            return loss
+        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
+        mean = api.allreduce(value, op=ReduceOp.Average, name=f"{self._label}.loss", process_set=self._options.process_set)
+        return mean if isinstance(loss, torch.Tensor) else mean.item()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the wrapped optimizer's.

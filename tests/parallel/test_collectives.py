@@ -47,6 +47,16 @@ def test_allreduce_in_place_average_and_scales(kind, dtype):
     assert scaled.tolist() == [2 * n, 4 * n]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("count", [1, 5, 20000])
+def test_minimum_and_maximum_let_nan_through_on_every_rank(dtype, count):
+    values = np.full(count, hvd.rank(), dtype)
+    values[0] = np.nan if hvd.rank() == 0 else 1
+    for op, right in (hvd.Min, 0), (hvd.Max, hvd.size() - 1):
+        result = hvd.allreduce(values, op=op)
+        assert np.isnan(result[0]) and (result[1:] == right).all()
+
+
 def test_halves_sum_in_float32():
     assert hvd.allreduce(torch.full((3,), 40000.0).half()).tolist() == [40000.0] * 3
     if hvd.size() == 2:

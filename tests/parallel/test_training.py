@@ -138,3 +138,17 @@ def test_state_from_a_root_reaches_all_without_a_step():
     assert state["param_groups"][0]["lr"] == 0.123 and state["state"][0]["step"] == 3
     hvd.broadcast_parameters([("w", w)], root)
     assert torch.equal(hvd.allgather(w.detach()[None]), w.detach().expand(hvd.size(), 3))
+
+
+def test_plain_gradients_that_differ_between_ranks_are_told_at_the_first_step():
+    class Nothing:
+        def step(self, gradients):
+            pass
+
+    if hvdlite.size() == 1:
+        return
+    gradients = {"a": np.ones(3, np.float32)}
+    if hvdlite.rank() == 1:
+        gradients["b"] = np.ones(2_000_000, np.float32)  # a bucket that the others do not have
+    with pytest.raises(hvdlite.MismatchError, match=r"'b .*on rank 1 only"):
+        hvdlite.DistributedOptimizer(Nothing()).step(gradients)

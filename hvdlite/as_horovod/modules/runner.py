@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import hvdlite
+from hvdlite.as_horovod.modules.horovod import run as run
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":
-        return hvdlite.run
     raise AttributeError(f"hvdlite, which runs this script in place of Horovod, has no horovod.runner.{name}: it has run")

@@ -75,15 +75,16 @@ class OptimizerStateHandler(StateDictHandler):
     def restore(self) -> None:
         """Gradients go too: they belong to the step that was given up, and a loop may add to them before it clears them."""
         super().restore()
-        for parameter in _parameters(self.value):
-            parameter.grad = None
+        for group in self.value.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def sync(self) -> None:
         functions.broadcast_optimizer_state(self.value, _ROOT_RANK)
 
     def _load(self, state: Any) -> None:
         super()._load(state)
-        _undo_casts(self.value, state)
+        functions.undo_casts(self.value, state)
 
 
 class SamplerStateHandler(StateDictHandler):
@@ -91,20 +92,6 @@ class SamplerStateHandler(StateDictHandler):
 
     def reset(self) -> None:
         self.value.reset()
-
-
-def _undo_casts(optimizer: Any, state: dict[str, Any]) -> None:
-    """Put back what ``load_state_dict`` cast: torch gives floating state the dtype of its parameter."""
-    indices = [index for group in state.get("param_groups", ()) for index in group["params"]]
-    for index, parameter in zip(indices, _parameters(optimizer), strict=False):
-        live = optimizer.state.get(parameter, {})
-        for name, value in state.get("state", {}).get(index, {}).items():
-            if isinstance(value, torch.Tensor) and name in live and live[name].dtype != value.dtype:
-                live[name] = value.to(live[name].device)
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @runtime_checkable
