@@ -257,3 +257,72 @@ def test_exceptions_keep_their_signatures():
     assert namespace["HorovodInternalError"] is hvdlite.errors.HorovodInternalError
     error = namespace["HorovodVersionMismatchError"]("torch", "2.1", "2.0")
     assert isinstance(error, ImportError) and (error.name, error.version, error.installed_version) == ("torch", "2.1", "2.0")
+
+
+RESNET = """
+import json
+import torch
+from torch import nn
+import horovod.torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(1 + hvd.rank())  # rank 0's parameters count
+torch.set_default_dtype(torch.float64)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width_in, width, stride):
+        super().__init__()
+        wide = 4 * width
+        layers = []
+        for one, other, size, step in [(width_in, width, 1, 1), (width, width, 3, stride), (width, wide, 1, 1)]:
+            layers += [nn.Conv2d(one, other, size, step, size // 2, bias=False), hvd.SyncBatchNorm(other), nn.ReLU()]
+        nn.init.zeros_(layers[-2].weight)  # every block begins as its shortcut, or 20 steps would be chaos
+        self.body = nn.Sequential(*layers[:-1])
+        self.shortcut = nn.Sequential()
+        if stride != 1 or width_in != wide:
+            self.shortcut = nn.Sequential(nn.Conv2d(width_in, wide, 1, stride, bias=False), hvd.SyncBatchNorm(wide))
+
+    def forward(self, x):
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+layers = [nn.Conv2d(3, 4, 7, 2, 3, bias=False), hvd.SyncBatchNorm(4), nn.ReLU()]
+width_in = 4
+for width, count, stride in [(2, 3, 1), (4, 4, 2), (8, 6, 2), (16, 3, 2)]:
+    for number in range(count):
+        layers.append(Bottleneck(width_in, width, stride if number == 0 else 1))
+        width_in = 4 * width
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width_in, 10))
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9, weight_decay=1e-4)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+losses = []
+for step in range(20):
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(16, 3, 32, 32, generator=generator)[hvd.rank()::hvd.size()]
+    labels = torch.randint(0, 10, (16,), generator=generator)[hvd.rank()::hvd.size()]
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    losses.append(hvd.allreduce(loss.detach(), name="loss").item())
+if hvd.rank() == 0:
+    print(json.dumps({"tensors": len(list(model.parameters())), "size": hvd.size(), "losses": losses}))
+"""
+
+
+def test_a_resnet_of_161_tensors_trains_as_in_a_single_process(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(RESNET)
+    alone = json.loads(alias(script))
+    done = hvdrun(2, PYTHON, script, options=["--as-horovod"])
+    assert done.returncode == 0, done.stderr
+    together = json.loads(done.stdout)
+    assert (alone["tensors"], alone["size"], together["size"]) == (161, 1, 2)
+    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5) and len(alone["losses"]) == 20
+    assert min(alone["losses"]) < alone["losses"][0]
