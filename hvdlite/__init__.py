@@ -18,7 +18,8 @@ _API = (
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
     "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "rank", "reducescatter",
-    "reducescatter_async", "remove_process_set", "shutdown", "size", "start_timeline", "stop_timeline",
+    "reducescatter_async", "remove_process_set", "set_loss_scale", "shutdown", "size", "start_timeline", "stop_timeline",
+    "sync_residuals",
 )
 _ERRORS = (
     "ConfigError", "DuplicateNameError", "HorovodInternalError", "HostsUpdatedInterrupt", "HvdliteError",
@@ -29,6 +30,7 @@ _ERRORS = (
 _HOME = {
     **dict.fromkeys(_API, "hvdlite.api"),
     **dict.fromkeys(_ERRORS, "hvdlite.errors"),
+    "Compression": "hvdlite.compressor",
     "Config": "hvdlite.config",
     "DistributedOptimizer": "hvdlite.optimizer",
     "Handle": "hvdlite.handle",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdlite import submission
+from hvdlite.compressor import compressed_allreduce
 from hvdlite.errors import InvalidRequestError
 from hvdlite.handle import Handle
 from hvdlite.membership import add_process_set, join, register_at_init, remove_process_set
@@ -87,6 +88,31 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     default_runtime().start_timeline(file_path, mark_cycles)
 
 
+def sync_residuals(process_set: ProcessSet | None = None) -> None:
+    """Replace what quantised exchanges have left over by its mean over the ranks: the sum stays, and all ranks hold the same.
+
+    Collective. Before a checkpoint that one rank writes for all, or a change of the number of ranks.
+    """
+    runtime = default_runtime()
+    members = runtime.members(process_set)
+    for process_set_id, owner in runtime.residuals.owners():
+        if process_set_id == members.process_set_id:
+            arrays = [values for _, values, _ in runtime.residuals.items(process_set_id, owner)]
+            grouped_allreduce_(arrays, op=Average, name=f"residuals.{owner}", process_set=process_set)
+            runtime.residuals.note_synchronized(process_set_id, owner)
+
+
+def set_loss_scale(scale: float) -> None:
+    """Say that gradients are ``scale`` times what they would be: what quantised exchanges have left over is multiplied by
+    ``scale`` divided by what it was before (at first 1), so that it stays in the gradients' units.
+
+    Raises: InvalidRequestError for a number that is not above 0 and finite.
+    """
+    if not 0 < scale < float("inf"):
+        raise InvalidRequestError(f"set_loss_scale({scale!r}): pass a finite number above 0")
+    default_runtime().residuals.set_loss_scale(float(scale))
+
+
 def stop_timeline() -> None:
     """Finish the file of ``start_timeline`` or HOROVOD_TIMELINE; harmless when none is open."""
     default_runtime().stop_timeline()
@@ -109,10 +135,11 @@ def _allreduce(function_name: str, is_group: bool, in_place: bool, doc: str) -> 
     def start(
         tensor: Any, average: bool | None = None, name: str | None = None, op: ReduceOp | int | None = None,
         prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
+        compression: Any = None,
     ) -> Handle:
         call = Submission(Collective.ALLREDUCE, tensor, is_group=is_group, name=name, process_set=process_set)
-        return submission.allreduce(call, in_place=in_place, average=average, op=op, prescale_factor=prescale_factor,
-                                    postscale_factor=postscale_factor)
+        return compressed_allreduce(call, compression, in_place=in_place, average=average, op=op,
+                                    prescale_factor=prescale_factor, postscale_factor=postscale_factor)
 
     start.__name__ = start.__qualname__ = function_name
     start.__doc__ = doc
@@ -123,6 +150,7 @@ _ALLREDUCE_DOC = """{what} over all ranks; ``op`` is Average (default), Sum, Min
 
     Values are multiplied by ``prescale_factor`` before and by ``postscale_factor`` after. float16 and bfloat16
     are summed in float32; integers average toward zero, exactly. ``average`` is the older spelling of ``op``.
+    ``compression``: how the values travel, as Compression.fp16 or .onebit.
     """
 
 allreduce_async = _allreduce(
@@ -232,5 +260,6 @@ __all__ = [
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
     "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "rank", "reducescatter",
-    "reducescatter_async", "remove_process_set", "shutdown", "size", "start_timeline", "stop_timeline",
+    "reducescatter_async", "remove_process_set", "set_loss_scale", "shutdown", "size", "start_timeline", "stop_timeline",
+    "sync_residuals",
 ]

@@ -28,6 +28,7 @@ from hvdlite.backoff import sleep_s
 from hvdlite.collectives import EXECUTE
 from hvdlite.collectives.join import neutral_entry
 from hvdlite.collectives.workspace import Workspace
+from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config
 from hvdlite.control.base import ControlPlane
 from hvdlite.dataplane.base import DataPlane
@@ -110,6 +111,11 @@ class Background:
     def timeline(self) -> Timeline:
         """What is recorded into."""
         return self._timeline
+
+    @property
+    def residuals(self) -> ResidualStore:
+        """What quantised exchanges have not sent yet."""
+        return self._workspace.residuals
 
     def start(self) -> None:
         """Start the thread."""
@@ -338,6 +344,7 @@ class Background:
                                                      "wait for all its operations before remove_process_set()"))
         self.slots.remove_process_set(process_set_id)
         del self._process_sets[process_set_id]
+        self.residuals.drop(process_set_id)
         plane = self._planes.pop(process_set_id, None)
         if plane is not None:
             plane.close()

@@ -22,6 +22,9 @@ DIRECT_BYTES = 32 * 1024
 #: Every packed tensor starts at a multiple of this many bytes, so that no dtype is misaligned.
 ALIGNMENT_BYTES = 64
 
+#: What a compressor quantises; other tensors of a call travel as they are.
+FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+
 ITEM_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int16": 2, "int32": 4,
     "int64": 8, "bool": 1,
@@ -87,8 +90,10 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
             continue
         for index, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
             size = num_bytes(dtype, shape)
+            if request.compressor != "none" and dtype not in FLOATS:
+                request = request._replace(compressor="none")
             item = (slot, index, size, request)
-            if size >= min(DIRECT_BYTES, threshold_bytes + 1):
+            if request.compressor == "none" and size >= min(DIRECT_BYTES, threshold_bytes + 1):
                 closed.append((request, dtype, [item]))
                 continue
             kind = _fusion_kind(slot, request, dtype)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from hvdlite import submission
+from hvdlite.compressor import Quantized, checked
 from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
 from hvdlite.fusion import plan_gradient_buckets
 from hvdlite.handle import Handle
@@ -30,11 +32,12 @@ _SIDES = {"torch": "hvdlite.torch"}
 
 
 class GradientSpec(NamedTuple):
-    """A gradient's name, size and kind of device; names and order must be the same on every rank."""
+    """A gradient's name, size, kind of device, and whether compression takes it; the same on every rank, in the same order."""
 
     name: str
     num_bytes: int
     device: str = "cpu"
+    is_quantized: bool = False
 
 
 def agree_on_order(names: Sequence[str], label: str, members: Members, runtime: Runtime) -> list[int]:
@@ -69,22 +72,33 @@ class GradientExchange:
     def __init__(
         self, gradients: Sequence[GradientSpec], *, label: str, op: ReduceOp = ReduceOp.Average, in_place: bool,
         prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
-        groups: Sequence[Sequence[int]] = (), runtime: Runtime | None = None,
+        groups: Sequence[Sequence[int]] = (), runtime: Runtime | None = None, compression: Quantized | None = None,
     ) -> None:
         """``label`` tells this optimizer's operations from another's; equal on all ranks. ``groups``: indices of
-        gradients that make a bucket of their own, whatever its size; the rest is cut by the fusion threshold."""
+        gradients that make a bucket of their own, whatever its size; the rest is cut by the fusion threshold.
+        ``compression``: of the gradients that are quantised, which never share a bucket with others."""
         self._runtime = runtime or default_runtime()
         self._names = [one.name for one in gradients]
         grouped = {index for group in groups for index in group}
         rest = [index for index in range(len(gradients)) if index not in grouped]
-        self._buckets = [list(group) for group in groups]
-        for device in dict.fromkeys(gradients[index].device for index in rest):  # a bucket travels from one device
-            here = [index for index in rest if gradients[index].device == device]
+        self._buckets = [
+            list(part) for group in groups for quantized in (False, True)
+            if (part := [index for index in group if gradients[index].is_quantized is quantized])]
+        kinds = [(one.device, one.is_quantized) for one in gradients]
+        for kind in dict.fromkeys(kinds[index] for index in rest):  # a bucket travels from one device, in one way
+            here = [index for index in rest if kinds[index] == kind]
             planned = plan_gradient_buckets(
                 [gradients[index].num_bytes for index in here], self._runtime.config.fusion_threshold_bytes)
             self._buckets += [[here[place] for place in bucket] for bucket in planned]
         self._bucket_names = [tuple(self._names[index] for index in bucket) for bucket in self._buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._is_quantized = [gradients[bucket[0]].is_quantized for bucket in self._buckets]
+        self._compression = compression
+        #: Steps exchanged so far, by which a warm-up ends; the same on every rank.
+        self.num_steps = 0
+        if compression is not None:
+            place = (self._runtime.members(process_set).process_set_id, label)
+            weakref.finalize(self, self._runtime.residuals.drop_later, *place)
         self.label = label
         self._op = op
         self._in_place = in_place
@@ -134,7 +148,10 @@ class GradientExchange:
                 failure = failure or error
         self._start_afresh()
         if failure is not None:
+            members = self._runtime.members(self._process_set)
+            self._runtime.residuals.forget_round(members.process_set_id, self.label)
             raise failure
+        self.num_steps += 1
         return results
 
     def reset(self) -> None:
@@ -159,7 +176,12 @@ class GradientExchange:
             process_set=self._process_set, names=self._bucket_names[number], runtime=self._runtime)
         self._handles[number] = submission.allreduce(
             call, in_place=self._in_place, average=None, op=self._op, prescale_factor=self._scales[0],
-            postscale_factor=self._scales[1])
+            postscale_factor=self._scales[1], compressor=self._compressor(number))
+
+    def _compressor(self, number: int) -> str:
+        if self._compression is None or not self._is_quantized[number] or self.num_steps < self._compression.warmup_steps:
+            return "none"
+        return self._compression.wire_name
 
 
 class PlainOptimizer:
@@ -169,8 +191,12 @@ class PlainOptimizer:
     attribute is the wrapped optimizer's.
     """
 
-    def __init__(self, optimizer: Any, *, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet | None = None) -> None:
+    def __init__(
+        self, optimizer: Any, *, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet | None = None, compression: Any = None,
+    ) -> None:
         self.optimizer = optimizer
+        self._compression = checked(compression)
+        self._quantized = self._compression if isinstance(self._compression, Quantized) else None
         self._op = op
         self._process_set = process_set
         self._exchange: GradientExchange | None = None
@@ -184,7 +210,7 @@ class PlainOptimizer:
         Raises: MismatchError where ranks pass different names or shapes.
         """
         names = sorted(gradients)
-        specs = [GradientSpec(name, _size_bytes(name, gradients[name])) for name in names]
+        specs = [self._spec(name, gradients[name]) for name in names]
         if self._exchange is None:
             runtime = default_runtime()
             described = [f"{spec.name} ({spec.num_bytes} bytes)" for spec in specs]
@@ -194,9 +220,20 @@ class PlainOptimizer:
         if self._exchange is None or specs != self._specs:
             self._specs = specs
             self._exchange = GradientExchange(
-                specs, label=self.label, op=self._op, in_place=False, process_set=self._process_set)
-        averaged = self._exchange.finish(lambda index: gradients[names[index]])
-        return self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
+                specs, label=self.label, op=self._op, in_place=False, process_set=self._process_set, compression=self._quantized)
+        if self._quantized is not None:
+            averaged = self._exchange.finish(lambda index: gradients[names[index]])
+            return self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
+        sent = {name: self._compression.compress(gradients[name]) for name in names}
+        arrived = self._exchange.finish(lambda index: sent[names[index]][0])
+        return self.optimizer.step(
+            {name: self._compression.decompress(arrived[index], sent[name][1]) for index, name in enumerate(names)},
+            *args, **kwargs)
+
+    def _spec(self, name: str, gradient: Any) -> GradientSpec:
+        size, quantized = _size_bytes(name, gradient), self._quantized
+        return GradientSpec(name, size, is_quantized=quantized is not None and quantized.takes(
+            name, gradient.shape, str(gradient.dtype).rpartition(".")[2]))
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not there while unpickling
@@ -208,7 +245,7 @@ def DistributedOptimizer(optimizer: Any, **arguments: Any) -> Any:
     """Wrap an optimizer so that every step uses the gradients of all ranks.
 
     A torch optimizer goes to ``hvdlite.torch.DistributedOptimizer`` with the same arguments; anything else with
-    a ``step`` that takes a dict of gradients becomes a PlainOptimizer (``op``, ``process_set``).
+    a ``step`` that takes a dict of gradients becomes a PlainOptimizer (``op``, ``process_set``, ``compression``).
     Raises: InvalidRequestError for what is neither.
     """
     for base in type(optimizer).__mro__:

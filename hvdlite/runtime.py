@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdlite.background import Background
+from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config, Starter
 from hvdlite.control.base import ControlPlane
 from hvdlite.control.local import LocalControl, LocalGroup
@@ -80,6 +81,11 @@ class Runtime:
         """Whether MPI runs with MPI_THREAD_MULTIPLE; False where no MPI is used."""
         return bool(getattr(self._control, "supports_threads", False))
 
+    @property
+    def residuals(self) -> ResidualStore:
+        """What the quantised exchanges of this rank have not sent yet."""
+        return self.background.residuals
+
     def start(self) -> Runtime:
         """Start the background thread."""
         self.background.start()
@@ -124,11 +130,12 @@ class Runtime:
     def request(
         self, process_set_id: int, collective: str, name: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...],
         op: int, root_rank: int, prescale: float, postscale: float, device: str, names: tuple[str, ...] = (),
+        compressor: str = "none",
     ) -> Request:
         """The Request of a call; that of the last call by this name if it is the same, so that a training loop makes
         each of them once."""
         known = self._requests.get((process_set_id, collective, name))
-        rest = (dtypes, shapes, op, root_rank, prescale, postscale, device, "none", names)
+        rest = (dtypes, shapes, op, root_rank, prescale, postscale, device, compressor, names)
         if known is None or known[1:] != rest:
             if len(self._requests) >= self._max_requests:
                 self._requests.clear()

@@ -13,6 +13,7 @@ from typing import Any
 from hvdlite.adapters import adapter_for
 from hvdlite.buffer import Buffer
 from hvdlite.errors import InvalidRequestError, NotAMemberError, UnsupportedOpError, format_ranks
+from hvdlite.fusion import FLOATS
 from hvdlite.handle import Handle
 from hvdlite.message import ANY_LENGTH, SINGULAR, Collective, Key, ReduceOp, Request
 from hvdlite.process_set import Members, ProcessSet
@@ -112,6 +113,7 @@ class Submission:
         self, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...] = (), *,
         result: Callable[[TensorEntry], Any] | None = None, is_ragged: bool = False, op: int = ReduceOp.Sum.value,
         root_rank: int = -1, prescale: float = 1.0, postscale: float = 1.0, splits: tuple[int, ...] = (),
+        compressor: str = "none",
     ) -> Handle:
         """Queue the call."""
         runtime, process_set = self.runtime, self.process_set
@@ -124,7 +126,7 @@ class Submission:
         request = runtime.request(
             process_set.process_set_id, self.collective, name, tuple([buffer.dtype for buffer in inputs]), shapes,
             op, root_rank, float(prescale), float(postscale), inputs[0].device if inputs else "cpu",
-            self.names)
+            self.names, compressor)
         entry = TensorEntry(
             request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
             None if outputs or not inputs else self.allocator(inputs), splits,
@@ -150,16 +152,23 @@ def _first(entry: TensorEntry) -> Any:
 
 def allreduce(
     call: Submission, *, in_place: bool, average: bool | None, op: ReduceOp | int | None,
-    prescale_factor: float, postscale_factor: float,
+    prescale_factor: float, postscale_factor: float, compressor: str = "none",
+    result: Callable[[TensorEntry], Any] | None = None,
 ) -> Handle:
-    """Queue an allreduce of one tensor or a group."""
+    """Queue an allreduce of one tensor or a group; ``compressor`` is an ExchangeSpec in words, or "none"."""
     chosen = call.op(op, average)
     inputs = call.buffers(writable=in_place)
     _refuse_bool(call, inputs)
     if chosen == ReduceOp.Adasum:
         _check_adasum(call, inputs)
+    if compressor != "none":
+        if chosen not in (ReduceOp.Average, ReduceOp.Sum):
+            raise call.invalid(f"op {ReduceOp(chosen).name} of quantised values: use Average or Sum, or leave compression out")
+        if not any(buffer.dtype in FLOATS for buffer in inputs):
+            compressor = "none"  # integers arrive exactly, as with every compressor
     outputs = inputs if in_place else call.buffers(like=inputs)
-    return call.add(inputs, outputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor)
+    return call.add(inputs, outputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor, compressor=compressor,
+                    result=result)
 
 
 def reducescatter(call: Submission, *, op: ReduceOp | int | None, prescale_factor: float, postscale_factor: float) -> Handle:

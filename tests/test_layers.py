@@ -17,7 +17,7 @@ LAYERS = [
     {"tensor_queue", "negotiation", "response_cache", "stall"},
     {"control", "dataplane", "compression", "collectives"},
     {"background", "runtime", "process_set", "process_end"},
-    {"adapters", "submission", "objects", "membership", "optimizer", "api", "torch"},
+    {"adapters", "submission", "objects", "membership", "optimizer", "compressor", "api", "torch"},
     {"", "as_horovod", "launch", "timeline.cli"},
 ]
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -62,7 +62,7 @@ def test_modules_import_only_from_their_layer_and_those_before(path):
 
 ALLOWED = {
     "torch": {"adapters.torch", *(name for name in map(_name, MODULES) if name.split(".")[0] == "torch")},
-    "numba": {"kernels"},
+    "numba": {"kernels", *(name for name in map(_name, MODULES) if name.split(".")[0] == "compression")},
     "cupy": {"adapters.cupy"},
     "mpi4py": {"control.mpi", "dataplane.mpi", "runtime", "process_end"},
 }

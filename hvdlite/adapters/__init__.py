@@ -1,7 +1,7 @@
 """Adapters: how arrays of a framework become Buffers and back. Adding a framework is one file and one row.
 
-An adapter module has ``buffer(tensor, writable)`` -> Buffer and ``empty(shape, dtype, like)`` -> Buffer, the
-second making a new tensor of the same framework and device as ``like``.
+An adapter module has ``buffer(tensor, writable)`` -> Buffer; ``empty(shape, dtype, like)`` -> Buffer, a new tensor of the same
+framework and device as ``like``; and ``cast(tensor, dtype)`` -> tensor.
 """
 
 from __future__ import annotations

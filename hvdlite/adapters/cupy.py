@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdlite.adapters import numpy as host_adapter
 from hvdlite.buffer import NUMPY_DTYPES, Buffer
+from hvdlite.errors import InvalidRequestError
 
 _log = logging.getLogger("hvdlite")
 _noted: list[bool] = []
@@ -34,3 +35,15 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
 def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:
     """A new array on the current device, uninitialised."""
     return buffer(cupy.empty(shape, NUMPY_DTYPES[dtype]), True)
+
+
+def cast(tensor: Any, dtype: Any) -> Any:
+    """A floating-point array in another dtype, given by name or as the framework's own; others as they are.
+
+    Raises: InvalidRequestError for bfloat16, which CuPy does not have.
+    """
+    if tensor.dtype.kind != "f":
+        return tensor
+    if dtype == "bfloat16":
+        raise InvalidRequestError("CuPy has no bfloat16: use Compression.fp16 for its arrays")
+    return tensor.astype(dtype, copy=False)

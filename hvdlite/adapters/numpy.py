@@ -39,6 +39,20 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:
     return Buffer(array if len(shape) == 1 else array.reshape(-1), dtype, shape, "cpu", array)
 
 
+def cast(tensor: Any, dtype: Any) -> Any:
+    """A floating-point array in another dtype, given by name or as the framework's own; others as they are.
+
+    Raises: InvalidRequestError for bfloat16, which NumPy does not have.
+    """
+    array = np.asarray(tensor)
+    if array.dtype.kind != "f":
+        return tensor
+    if dtype == "bfloat16":
+        raise InvalidRequestError("NumPy has no bfloat16: use Compression.fp16 for its arrays")
+    with np.errstate(over="ignore"):
+        return array.astype(dtype, copy=False)
+
+
 def _as_array(tensor: Any, writable: bool) -> np.ndarray:
     if isinstance(tensor, np.ndarray):
         return tensor

@@ -79,3 +79,10 @@ def _note_staging(device: str) -> None:
     if device not in _staged:
         _staged.add(device)
         _log.warning("torch tensors on %s are exchanged through host memory: no device data plane is loaded", device)
+
+
+def cast(tensor: Any, dtype: Any) -> Any:
+    """A floating-point tensor in another dtype, given by name or as the framework's own; others as they are."""
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    return tensor.to(_DTYPES[dtype] if isinstance(dtype, str) else dtype)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdlite.compression.residual import ResidualStore
 from hvdlite.timeline.recorder import Timeline
 
 
 class Workspace:
-    """A fusion buffer that grows to the largest bucket seen, the members of the set, and the timeline.
+    """A fusion buffer that grows to the largest bucket seen, the residuals of quantised exchanges, and the timeline.
 
     *Threads*: the background thread only.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
+        self.residuals = ResidualStore()
         self._fusion_buffer = np.zeros(0, np.uint8)
 
     def fusion_buffer(self, num_bytes: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import reduce
 from operator import and_
@@ -26,6 +27,7 @@ class LocalGroup:
         self._values: dict[int, list[Any]] = {}
         self._filled: dict[int, int] = {}
         self._taken: dict[int, int] = {}
+        self._mail: dict[tuple[int, int, int], deque[Any]] = {}
         self._broken = ""
 
     def exchange(self, rank: int, value: Any, pause: Callable[[float], bool] | None = None) -> list[Any]:
@@ -51,6 +53,25 @@ class LocalGroup:
                 for table in (self._values, self._filled, self._taken):
                     del table[number]
             return values
+
+    def post(self, address: tuple[int, int, int], value: Any) -> None:
+        """Leave a value for a rank. ``address``: from, to, tag."""
+        with self._changed:
+            self._mail.setdefault(address, deque()).append(value)
+            self._changed.notify_all()
+
+    def collect(self, address: tuple[int, int, int]) -> Any:
+        """Wait for the next value at an address and take it."""
+        with self._changed:
+            while not self._mail.get(address) and not self._broken:
+                self._changed.wait()
+            if self._broken:
+                raise TransportError(f"local group: {self._broken}: start the ranks again")
+            values = self._mail[address]
+            value = values.popleft()
+            if not values:
+                del self._mail[address]
+            return value
 
     def abort(self, reason: str) -> None:
         """Make every present and future ``exchange`` raise."""

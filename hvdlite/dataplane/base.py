@@ -10,6 +10,13 @@ import numpy as np
 from hvdlite.message import ReduceOp
 
 
+class Transfer(Protocol):
+    """A message on its way; its array is left alone until it has arrived or, at the sender, gone."""
+
+    def wait(self) -> None:
+        """Return once that is so; uses no core meanwhile."""
+
+
 class DataPlane(Protocol):
     """Collectives among the ranks of one process set; ``rank`` and ``size`` count inside the set.
 
@@ -36,6 +43,12 @@ class DataPlane(Protocol):
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Overwrite ``buffer`` with that of rank ``root`` of the set."""
+
+    def send(self, array: np.ndarray, peer: int, tag: int) -> Transfer:
+        """Start sending bytes to rank ``peer``; two messages with equal ``tag`` arrive in order. *Shapes*: (n,), uint8."""
+
+    def receive(self, array: np.ndarray, peer: int, tag: int) -> Transfer:
+        """Start receiving exactly ``len(array)`` bytes from rank ``peer``. *Shapes*: (n,), uint8."""
 
     def exchange_sizes(self, values: Sequence[int]) -> np.ndarray:
         """Give equally many integers on every rank; return them all, shape (size, len(values)), int64."""

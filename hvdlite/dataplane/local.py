@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.control.local import LocalGroup
-from hvdlite.dataplane.base import offsets
+from hvdlite.dataplane.base import Transfer, offsets
 from hvdlite.message import ReduceOp
 
 _UFUNCS = {ReduceOp.Sum: np.add, ReduceOp.Min: np.minimum, ReduceOp.Max: np.maximum, ReduceOp.Product: np.multiply}
@@ -56,6 +56,13 @@ class LocalPlane:
         _copy(self._group.exchange(self.rank, buffer)[root], buffer)
         self.barrier()
 
+    def send(self, array: np.ndarray, peer: int, tag: int) -> Transfer:
+        self._group.post((self.rank, peer, tag), array.copy())
+        return _Nothing()
+
+    def receive(self, array: np.ndarray, peer: int, tag: int) -> Transfer:
+        return _Expected(self._group, (peer, self.rank, tag), array)
+
     def exchange_sizes(self, values: Sequence[int]) -> np.ndarray:
         return np.array(self._group.exchange(self.rank, tuple(values)), np.int64)
 
@@ -68,6 +75,23 @@ class LocalPlane:
 
     def close(self) -> None:
         pass
+
+
+class _Nothing:
+    """A message that has gone."""
+
+    def wait(self) -> None:
+        pass
+
+
+class _Expected:
+    """A message that will be taken from the group's mail."""
+
+    def __init__(self, group: LocalGroup, address: tuple[int, int, int], array: np.ndarray) -> None:
+        self._group, self._address, self._array = group, address, array
+
+    def wait(self) -> None:
+        self._array[:] = self._group.collect(self._address)
 
 
 def _copy(source: np.ndarray, target: np.ndarray) -> None:

@@ -6,19 +6,21 @@ fit in cache. Elsewhere every transfer is non-blocking and awaited with back-off
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hvdlite.backoff import LONGEST_TRANSFER_SLEEP_S, complete
-from hvdlite.dataplane.base import as_bits, offsets
+from hvdlite.dataplane.base import Transfer, as_bits, offsets
 from hvdlite.errors import TransportError
 from hvdlite.message import ReduceOp
 
 #: Bytes per blocking call in shared memory. Measured (tools/bench_runtime.py): larger segments fall out of cache.
 _SEGMENT_BYTES = 2 << 20
+#: What every MPI has.
+_MOST_TAGS = 32768
 
 
 class MpiPlane:
@@ -111,6 +113,16 @@ class MpiPlane:
             for piece in self._pieces(len(moved)):
                 self._complete(self._communicator.Ibcast(moved[piece], root))
 
+    def send(self, array: np.ndarray, peer: int, tag: int) -> Transfer:
+        return self._transfer(self._communicator.Isend, array, peer, tag)
+
+    def receive(self, array: np.ndarray, peer: int, tag: int) -> Transfer:
+        return self._transfer(self._communicator.Irecv, array, peer, tag)
+
+    def _transfer(self, start: Callable[[Any, int, int], Any], array: np.ndarray, peer: int, tag: int) -> Transfer:
+        with self._mapped("a message"):
+            return _MpiTransfer(self, [start(array[piece], peer, tag % _MOST_TAGS) for piece in self._pieces(len(array))])
+
     def exchange_sizes(self, values: Sequence[int]) -> np.ndarray:
         everyone = np.empty((self.size, len(values)), np.int64)
         with self._mapped("exchange of sizes"):
@@ -152,6 +164,18 @@ class MpiPlane:
             yield
         except self._mpi.Exception as error:
             raise _failed(doing, error) from error
+
+
+class _MpiTransfer:
+    """A message of one or several pieces."""
+
+    def __init__(self, plane: MpiPlane, requests: list[Any]) -> None:
+        self._plane, self._requests = plane, requests
+
+    def wait(self) -> None:
+        with self._plane._mapped("a message"):
+            for request in self._requests:
+                self._plane._complete(request)
 
 
 def _failed(doing: str, error: BaseException) -> TransportError:

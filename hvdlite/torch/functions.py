@@ -35,6 +35,10 @@ def broadcast_parameters(
         handle.wait()
 
 
+#: Where a state dict has what quantised exchanges of this rank have left over.
+QUANTIZED_STATE = "hvdlite"
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None,
     process_set: ProcessSet | None = None,
@@ -51,7 +55,9 @@ def broadcast_optimizer_state(
         _make_zero_gradients(optimizer)
     is_root = api.rank() == root_rank
     tensors: list[torch.Tensor] = []
-    frame = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    state = optimizer.state_dict()
+    own = {QUANTIZED_STATE: state.pop(QUANTIZED_STATE)} if QUANTIZED_STATE in state else {}  # every rank keeps its own
+    frame = _without_tensors(state, tensors) if is_root else None
     frame = api.broadcast_object(frame, root_rank, process_set=process_set)
     if not is_root:
         state = _with_tensors(frame, tensors)
@@ -61,7 +67,7 @@ def broadcast_optimizer_state(
         handle.wait()
     if not is_root:
         with keeping_groups_and_state(optimizer):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict({**state, **own})
         undo_casts(optimizer, state)
 
 

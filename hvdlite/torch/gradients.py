@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdlite.compressor import NoneCompressor, Quantized
 from hvdlite.message import ReduceOp
 from hvdlite.optimizer import GradientExchange, GradientSpec, agree_on_order
 from hvdlite.process_set import Members, ProcessSet
@@ -51,6 +52,8 @@ class ParameterExchange:
         self._names = list(names)
         self._groups = groups
         self._options = options
+        # What is quantised is so within the exchange: here it is as if nothing were done to it.
+        self._dense = NoneCompressor if isinstance(options.compression, Quantized) else options.compression
         self._runtime: Runtime | None = None
         self._exchange: GradientExchange | None = None
         self._sparse: set[int] = set()
@@ -106,6 +109,39 @@ class ParameterExchange:
             self._exchange.reset()
         self._clear()
 
+    def quantized_state(self) -> dict[str, Any]:
+        """What this rank has not sent yet, for a checkpoint; empty where nothing is quantised. Never communicates."""
+        if self._exchange is None or self._runtime is None or not isinstance(self._options.compression, Quantized):
+            return {}
+        place = (self._members.process_set_id, self._exchange.label)
+        store = self._runtime.residuals
+        residuals = {name: torch.from_numpy(values.copy()) for name, values, _ in store.items(*place)}
+        return {
+            "rank": self._members.rank_in_set, "size": self._members.size(), "steps": self._exchange.num_steps,
+            "synchronized": store.is_synchronized(*place), "scale": self._options.compression.scale, "residuals": residuals}
+
+    def load_quantized_state(self, state: Mapping[str, Any]) -> bool:
+        """Take over what ``quantized_state`` gave; without residuals, and false, where it is of another rank or size."""
+        if self._exchange is None or self._runtime is None or not isinstance(self._options.compression, Quantized):
+            return True
+        members, store = self._members, self._runtime.residuals
+        store.drop(members.process_set_id, self._exchange.label)
+        self._exchange.num_steps = int(state.get("steps", 0))
+        residuals = state.get("residuals", {})
+        own = (state.get("rank"), state.get("size")) == (members.rank_in_set, members.size())
+        rotated = [scale == "rotated" for scale in (state.get("scale"), self._options.compression.scale)]
+        if not residuals:
+            return True
+        if not (own or state.get("synchronized")) or rotated[0] != rotated[1]:
+            return False
+        for name in set(residuals) & set(self._names):
+            # In units of the sum over the ranks: each of m ranks takes over its part of what n ranks hold.
+            values = residuals[name].numpy() * (state["size"] / members.size())
+            store.put((members.process_set_id, self._exchange.label, name), values, rotated[1])
+        if state.get("synchronized"):
+            store.note_synchronized(members.process_set_id, self._exchange.label)
+        return True
+
     def _bind(self) -> None:
         """Use the runtime of now."""
         runtime = default_runtime()
@@ -116,17 +152,20 @@ class ParameterExchange:
         members = runtime.members(self._options.process_set)
         if members.size() > 1 and members.rank_in_set >= 0:  # on every rank of the set or on none, so that labels agree
             self._exchange = self._make_exchange(runtime, members)
-        self._runtime = runtime
+        self._runtime, self._members = runtime, members
 
     def _make_exchange(self, runtime: Runtime, members: Members) -> GradientExchange:
         options, label = self._options, runtime.label("gradients", members)
         self._reorder(agree_on_order(self._names, label, members, runtime))
         factor = options.gradient_predivide_factor
-        specs = [GradientSpec(name, p.numel() * p.element_size(), p.device.type)
+        quantized = options.compression if isinstance(options.compression, Quantized) else None
+        specs = [GradientSpec(
+            name, p.numel() * p.element_size(), p.device.type,
+            quantized is not None and quantized.takes(name, p.shape, str(p.dtype).removeprefix("torch.")))
                  for name, p in zip(self._names, self.parameters, strict=True)]
         exchange = GradientExchange(
             specs, label=label, op=options.op, in_place=True, prescale_factor=1.0 / factor,
-            postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime)
+            postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime, compression=quantized)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)
             if old is not None:
@@ -185,7 +224,7 @@ class ParameterExchange:
                 self._exchange.ready(index, gradient.new_empty(0).to_dense())  # keeps its place in the bucket
                 return
             gradient = gradient.to_dense()
-        sent, context = self._options.compression.compress(gradient)
+        sent, context = self._dense.compress(gradient)
         self._contexts[index] = (gradient, context)
         parameter = self.parameters[index]
         self._sent[index] = (parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
@@ -215,7 +254,7 @@ class ParameterExchange:
         gradient, context = self._contexts[index]
         parameter = self.parameters[index]
         with torch.no_grad():
-            arrived = self._options.compression.decompress(result, context)
+            arrived = self._dense.decompress(result, context)
             if arrived is not gradient:
                 gradient.copy_(arrived)
             if index in self._sparse and parameter.grad is not None and parameter.grad.is_sparse:

@@ -44,7 +44,7 @@ from hvdlite.handle import Handle
 from hvdlite.message import Collective, ReduceOp
 from hvdlite.process_set import ProcessSet
 from hvdlite.submission import Submission
-from hvdlite.torch.compression import Compression, checked
+from hvdlite.torch.compression import Compression, Quantized, checked
 
 Tensors = Sequence[torch.Tensor]
 
@@ -120,8 +120,11 @@ def _allreduce(
 ) -> list[torch.Tensor]:
     op = handle_average_backwards_compatibility(op, average)
 
+    compression = checked(compression)
+    quantized = compression if isinstance(compression, Quantized) else None
+
     def run(given: Tensors) -> list[torch.Tensor]:
-        return _list(start(_one_or_all(start, given), None, name, op, prescale, postscale, process_set).wait())
+        return _list(start(_one_or_all(start, given), None, name, op, prescale, postscale, process_set, quantized).wait())
 
     def gradient(given: Tensors) -> list[torch.Tensor]:
         if op not in (Average, Sum, Adasum):
@@ -129,7 +132,9 @@ def _allreduce(
         none = Compression.none
         return _allreduce(list(given), start, None, _named(name, ".grad"), none, op, prescale, postscale, process_set)
 
-    compressed, context = zip(*[checked(compression).compress(one) for one in tensors], strict=True) if tensors else ((), ())
+    if quantized:
+        return _differentiable(run, gradient, tensors)
+    compressed, context = zip(*[compression.compress(one) for one in tensors], strict=True) if tensors else ((), ())
     results = _differentiable(run, gradient, compressed)
     return [compression.decompress(one, ctx) for one, ctx in zip(results, context, strict=True)]
 

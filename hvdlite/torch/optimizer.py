@@ -16,7 +16,7 @@ from hvdlite.message import ReduceOp
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.runtime import default_runtime
 from hvdlite.torch.compression import Compression, checked
-from hvdlite.torch.functions import COMPILED_PREFIX, keeping_groups_and_state
+from hvdlite.torch.functions import COMPILED_PREFIX, QUANTIZED_STATE, keeping_groups_and_state
 from hvdlite.torch.gradients import ExchangeOptions, ParameterExchange
 
 
@@ -187,13 +187,34 @@ class _Distributed:
         if "_exchanges" in self.__dict__:
             self._register()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the wrapped optimizer's; a backward pass that was not stepped yet is forgotten."""
+    def state_dict(self) -> dict[str, Any]:
+        """As the wrapped optimizer's; with quantised compression also what this rank has not sent yet, under "hvdlite".
+
+        Never communicates: every rank saves its own, or calls ``sync_residuals()`` before, after which that of one rank does.
+        """
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        quantized = [one.quantized_state() for one in self.__dict__.get("_exchanges", ())]
+        if any(quantized):
+            state[QUANTIZED_STATE] = quantized
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's; a backward pass that was not stepped yet is forgotten.
+
+        What another rank, or a job of another size, had not sent yet is left out, with a warning.
+        """
         for one in self.__dict__.get("_exchanges", ()):
             one.reset()
         self._synchronized = False
         with keeping_groups_and_state(self):
-            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+            super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+        exchanges = self.__dict__.get("_exchanges", ())
+        saved = [*state_dict.get(QUANTIZED_STATE, ()), *({} for _ in exchanges)]
+        if not all([one.load_quantized_state(state) for one, state in zip(exchanges, saved, strict=False)]):
+            warnings.warn(
+                "the state is that of another rank, or of a job of another size: what that one's quantised gradients have left "
+                "over is dropped: save every rank's own, or call hvdlite.sync_residuals() on all ranks before one of them saves",
+                stacklevel=2)
 
 
 class _Adasum:

@@ -1,0 +1,240 @@
+"""The quantised exchange in the runtime, with ranks as threads: values, residuals, buckets, what is not finite."""
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from hvdlite import adapters
+from hvdlite.compressor import Compression, compressed_allreduce
+from hvdlite.config import Config
+from hvdlite.errors import InvalidRequestError, MismatchError
+from hvdlite.message import Collective, ReduceOp
+from hvdlite.submission import Submission
+
+SIZES = [0, 1, 31, 32, 33, 511, 512, 513, 1537, 20_000]
+ONEBIT = Compression.onebit
+
+
+def start(rank, tensor, name, compression=ONEBIT, op=ReduceOp.Sum, in_place=False, prescale=1.0, postscale=1.0):
+    call = Submission(Collective.ALLREDUCE, tensor, is_group=isinstance(tensor, list), name=name, runtime=rank.runtime)
+    return compressed_allreduce(call, compression, in_place=in_place, average=None, op=op, prescale_factor=prescale,
+                                postscale_factor=postscale)
+
+
+def allreduce(rank, *args, **kwargs):
+    return start(rank, *args, **kwargs).wait(30)
+
+
+def gaussian(rank, size, step=0, dtype=np.float32):
+    return np.random.default_rng([rank, size, step]).standard_normal(size).astype(dtype)
+
+
+def residuals(rank):
+    store = rank.runtime.residuals
+    return {(owner, name): values.copy() for place in store.owners() for owner in [place[1]]
+            for name, values, _ in store.items(*place)}
+
+
+@pytest.mark.parametrize("schedule", ["ring", "two_shot"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_all_ranks_get_the_same_bits_and_nothing_is_lost(size, schedule):
+    """sum(values) over all steps = sum(results) + sum(residuals), in the rotated domain, within rounding."""
+    compression = Compression.quantized(schedule=schedule)
+    steps = 4
+
+    def body(rank):
+        results = []
+        for step in range(steps):
+            handles = [start(rank, gaussian(rank.rank, n, step), f"t{n}", compression) for n in SIZES]
+            results.append([handle.wait(30) for handle in handles])
+        return results, residuals(rank)
+
+    everyone = run_ranks(size, body)
+    from hvdlite.compression import codec
+    from hvdlite.compression.spec import CodecSpec
+    spec = CodecSpec()
+    for index, n in enumerate(SIZES):
+        for step in range(steps):
+            first = everyone[0][0][step][index]
+            assert first.shape == (n,) and first.dtype == np.float32
+            assert all(one[0][step][index].tobytes() == first.tobytes() for one in everyone)
+        if size == 1:
+            assert np.array_equal(everyone[0][0][0][index], gaussian(0, n)) and not everyone[0][1]
+        elif n:
+            def rotated(values, n=n):
+                out = np.zeros(spec.padded(n), np.float32)
+                codec.rotate(spec, values, None, out)
+                return out.astype(np.float64)
+
+            given = sum(rotated(gaussian(rank, n, step)) for rank in range(size) for step in range(steps))
+            sent = sum(rotated(everyone[0][0][step][index]) for step in range(steps))
+            left = sum(one[1][f"t{n}", f"t{n}"].astype(np.float64) for one in everyone)
+            np.testing.assert_allclose(sent + left, given, atol=2e-4 * size)
+            assert np.abs(left).max() > 0 or n == 1
+
+
+@pytest.mark.parametrize("schedule", ["ring", "two_shot"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_fused_or_not_changes_no_bit(dtype, schedule):
+    compression = Compression.quantized(schedule=schedule)
+
+    def fused(rank):
+        results = []
+        for step in range(3):
+            handles = [start(rank, gaussian(rank.rank, n, step, dtype), f"t{n}", compression) for n in SIZES]
+            results += [handle.wait(30).tobytes() for handle in handles]
+        return results, {key: value.tobytes() for key, value in residuals(rank).items()}
+
+    def unfused(rank):
+        results = [allreduce(rank, gaussian(rank.rank, n, step, dtype), f"t{n}", compression).tobytes()
+                   for step in range(3) for n in SIZES]
+        return results, {key: value.tobytes() for key, value in residuals(rank).items()}
+
+    together = run_ranks(3, fused, Config(heartbeat_ms=5, cycle_time_ms=20))
+    alone = run_ranks(3, unfused, Config(heartbeat_ms=5, fusion_threshold_bytes=0))
+    assert together == alone
+
+
+@pytest.mark.parametrize("schedule", ["ring", "two_shot"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_constant_arrives_exactly_and_zeros_stay_zeros(size, bits, schedule):
+    compression = Compression.quantized(bits=bits, schedule=schedule)
+
+    def body(rank):
+        for n in [*SIZES, 1023]:
+            for _ in range(2):
+                got = allreduce(rank, np.zeros(n, np.float32), f"z{n}", compression)
+                assert not got.any()
+                if bits == 1:
+                    assert (allreduce(rank, np.full(n, 0.5, np.float32), f"c{n}", compression, ReduceOp.Average) == 0.5).all()
+        assert not any(values.any() for (_, name), values in residuals(rank).items() if name.startswith("z"))
+
+    run_ranks(size, body)
+
+
+def test_halves_of_a_constant_and_one_element_on_one_rank():
+    """bytedance/byteps#299, apache/mxnet#15252: an overflow of the scale, or of a 16-bit index."""
+    def body(rank):
+        for n, value in [(70_000, 1.0), (40_000, 0.5)]:
+            got = allreduce(rank, np.full(n, value, np.float16), f"h{n}", op=ReduceOp.Average)
+            assert got.dtype == np.float16 and (got == value).all()
+        one = np.zeros((3, 5), np.float32)
+        one[1, 1] = 8 * (rank.rank == 0)
+        total = np.zeros_like(one)
+        for _ in range(60):
+            total += allreduce(rank, one, "one")
+        assert abs(total[1, 1] / 60 - 8) < 1 and np.abs(np.delete(total.ravel(), 6) / 60).max() < 1
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "two_shot"])
+def test_the_running_mean_goes_to_the_true_average(schedule):
+    compression = Compression.quantized(schedule=schedule)
+
+    def body(rank):
+        true = sum(gaussian(r, 2000) for r in range(3)) / 3
+        total, errors = np.zeros(2000), {}
+        for step in range(1, 401):
+            total += allreduce(rank, gaussian(rank.rank, 2000), "g", compression, ReduceOp.Average)
+            errors[step] = np.linalg.norm(total / step - true)
+        assert errors[400] <= errors[100] / 2
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_what_is_not_finite_leaves_all_residuals_as_they_were(bad, where):
+    def body(rank):
+        for step in range(2):
+            allreduce(rank, gaussian(rank.rank, 5000, step), "x")
+        before = {key: value.tobytes() for key, value in residuals(rank).items()}
+        values = gaussian(rank.rank, 5000, 2)
+        if rank.rank == where:
+            values[4321] = bad
+        collectives = rank.runtime._control.num_collectives
+        got = allreduce(rank, values, "x")
+        assert not np.isfinite(got).all() and np.isfinite(got).any()
+        assert {key: value.tobytes() for key, value in residuals(rank).items()} == before
+        after = allreduce(rank, gaussian(rank.rank, 5000, 3), "x")
+        assert np.isfinite(after).all() and {key: value.tobytes() for key, value in residuals(rank).items()} != before
+        return got.tobytes(), after.tobytes(), collectives >= 0
+
+    results = run_ranks(3, body)
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-42, -1e-40, 1e38, -0.0])
+def test_extreme_values_stay_finite(value):
+    def body(rank):
+        values = gaussian(rank.rank, 3000) * (1e-41 if abs(value) < 1 else 1)
+        values[1234] = value
+        got = allreduce(rank, values.astype(np.float32), "x", op=ReduceOp.Average)
+        assert np.isfinite(got).all() and all(np.isfinite(one).all() for one in residuals(rank).values())
+        return got.tobytes()
+
+    assert len(set(run_ranks(2, body))) == 1
+
+
+def test_ranks_that_disagree_are_told_and_names_without_residuals():
+    def body(rank):
+        compression = ONEBIT if rank.rank == 0 else None
+        with pytest.raises(MismatchError, match=r"'x': compressors differ: rank 0 has quantized\(bits=1.*rank 1 has none"):
+            allreduce(rank, np.ones(100, np.float32), "x", compression)
+        other = Compression.quantized(bits=2) if rank.rank else ONEBIT
+        with pytest.raises(MismatchError, match=r"compressors differ.*bits=1.*bits=2"):
+            allreduce(rank, np.ones(100, np.float32), "y", other)
+        for _ in range(3):
+            allreduce(rank, gaussian(rank.rank, 100), None)
+        assert not residuals(rank)
+        for op in (ReduceOp.Min, ReduceOp.Product, ReduceOp.Adasum):
+            with pytest.raises(InvalidRequestError, match="use Average or Sum"):
+                start(rank, np.ones(2, np.float32), "z", op=op)
+        assert allreduce(rank, np.array([2**60 + rank.rank]), "i").tolist() == [2**61 + 1]  # exact, not compressed
+
+    run_ranks(2, body)
+
+
+def test_scales_groups_and_in_place():
+    def body(rank):
+        a, b, c = np.full(700, 2.0, np.float32), np.full((2, 300), 4.0), np.array([2, 4])
+        got = allreduce(rank, [a, b, c], "group", in_place=True, prescale=0.5, postscale=3.0)
+        assert got[0] is a and (a == 6).all() and (b == 12).all() and c.tolist() == [6, 12]
+        again = allreduce(rank, [a, b], "group2", op=ReduceOp.Average)
+        assert (again[0] == 6).all() and again[1].shape == (2, 300) and (again[1] == 12).all()
+        assert {owner for owner, _ in residuals(rank)} == {"group", "group2"}
+
+    run_ranks(2, body)
+
+
+def test_casts_for_arrays_of_every_kind():
+    def body(rank):
+        got = allreduce(rank, np.array([0.1, 70000.0], np.float32), "f", Compression.fp16, ReduceOp.Average)
+        assert got.dtype == np.float32 and abs(got[0] - 0.1) < 1e-3 and np.isinf(got[1])
+        target = np.array([1.5, 2.5])
+        assert allreduce(rank, target, "g", Compression.fp16, in_place=True) is target and target.tolist() == [3, 5]
+        assert allreduce(rank, np.array([2**60]), "i", Compression.fp16).tolist() == [2**61]
+        with pytest.raises(InvalidRequestError, match="no bfloat16"):
+            start(rank, np.ones(2, np.float32), "b", Compression.bf16)
+        with pytest.raises(TypeError, match="no compressor"):
+            start(rank, np.ones(2, np.float32), "b", "fp16")
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("wrong", [{"bits": 3}, {"scale": "l2"}, {"group": 256}, {"schedule": "tree"}, {"warmup_steps": -1},
+                                   {"min_elements": 0.5}, {"exclude": "name"}, {"bits": 2, "scale": "l1"}])
+def test_wrong_settings(wrong):
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        Compression.quantized(**wrong)
+
+
+def test_what_a_wrapper_takes():
+    some = Compression.quantized(min_elements=100, exclude=["embedding.*"])
+    assert some.takes("layer.weight", (10, 10), "float32") and some.takes("layer.weight", (10, 10), "bfloat16")
+    assert not some.takes("layer.bias", (1000,), "float32") and not some.takes("layer.weight", (9, 11), "float32")
+    assert not some.takes("embedding.weight", (100, 100), "float32") and not some.takes("w", (10, 10), "int64")
+    assert not Compression.quantized(exclude=lambda name: name == "w").takes("w", (1000, 1000), "float32")
+    assert adapters.adapter_for(np.ones(1)).cast(np.array([1]), "float16").dtype == np.int64
