@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdlite.background import Background
@@ -59,9 +59,12 @@ class Runtime:
         self._max_requests = 4 * max(1024, config.cache_capacity)
 
     @classmethod
-    def local(cls, group: LocalGroup, rank: int, config: Config | None = None, timeline: Timeline | None = None) -> Runtime:
-        """A rank that is a thread of this process."""
-        return cls(config or Config(), LocalControl(group, rank), LocalPlane(group, rank), timeline)
+    def local(
+        cls, group: LocalGroup, rank: int, config: Config | None = None, timeline: Timeline | None = None,
+        hosts: Sequence[int] = (),
+    ) -> Runtime:
+        """A rank that is a thread of this process; ``hosts``: which host each rank plays to be on."""
+        return cls(config or Config(), LocalControl(group, rank), LocalPlane(group, rank, hosts), timeline)
 
     @classmethod
     def mpi(cls, config: Config, communicator: Any) -> Runtime:
@@ -73,7 +76,8 @@ class Runtime:
         topology = control.topology
         is_shared = topology.local_size == topology.size <= len(os.sched_getaffinity(0))
         is_shared = min(communicator.allgather(is_shared))
-        plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count)
+        plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count,
+                         hosts=topology.hosts if config.hierarchical_quantized else ())
         return cls(config, control, plane, timeline_of(config, topology.rank, topology.size))
 
     @property

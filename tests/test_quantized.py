@@ -5,6 +5,8 @@ import pytest
 from ranks import run_ranks
 
 from hvdlite import adapters
+from hvdlite.compression import codec
+from hvdlite.compression.spec import CodecSpec
 from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
 from hvdlite.errors import InvalidRequestError, MismatchError
@@ -29,6 +31,13 @@ def gaussian(rank, size, step=0, dtype=np.float32):
     return np.random.default_rng([rank, size, step]).standard_normal(size).astype(dtype)
 
 
+def rotated(values):
+    spec = CodecSpec()
+    out = np.zeros(spec.padded(len(values)), np.float32)
+    codec.rotate(spec, values.astype(np.float32), None, out)
+    return out.astype(np.float64)
+
+
 def residuals(rank):
     store = rank.runtime.residuals
     return {(owner, name): values.copy() for place in store.owners() for owner in [place[1]]
@@ -50,9 +59,6 @@ def test_all_ranks_get_the_same_bits_and_nothing_is_lost(size, schedule):
         return results, residuals(rank)
 
     everyone = run_ranks(size, body)
-    from hvdlite.compression import codec
-    from hvdlite.compression.spec import CodecSpec
-    spec = CodecSpec()
     for index, n in enumerate(SIZES):
         for step in range(steps):
             first = everyone[0][0][step][index]
@@ -61,11 +67,6 @@ def test_all_ranks_get_the_same_bits_and_nothing_is_lost(size, schedule):
         if size == 1:
             assert np.array_equal(everyone[0][0][0][index], gaussian(0, n)) and not everyone[0][1]
         elif n:
-            def rotated(values, n=n):
-                out = np.zeros(spec.padded(n), np.float32)
-                codec.rotate(spec, values, None, out)
-                return out.astype(np.float64)
-
             given = sum(rotated(gaussian(rank, n, step)) for rank in range(size) for step in range(steps))
             sent = sum(rotated(everyone[0][0][step][index]) for step in range(steps))
             left = sum(one[1][f"t{n}", f"t{n}"].astype(np.float64) for one in everyone)
@@ -238,3 +239,48 @@ def test_what_a_wrapper_takes():
     assert not some.takes("embedding.weight", (100, 100), "float32") and not some.takes("w", (10, 10), "int64")
     assert not Compression.quantized(exclude=lambda name: name == "w").takes("w", (1000, 1000), "float32")
     assert adapters.adapter_for(np.ones(1)).cast(np.array([1]), "float16").dtype == np.int64
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1, 1)])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_hosts_of_several_ranks_sum_densely_inside(hosts, dtype):
+    """Same bits on all ranks, nothing lost, each element encoded once per host; a bad value is known to all."""
+    size, steps = len(hosts), 3
+
+    def body(rank):
+        got = []
+        for step in range(steps):
+            handles = [start(rank, gaussian(rank.rank, n, step, dtype), f"t{n}") for n in SIZES]
+            got.append([handle.wait(30) for handle in handles])
+        kept = residuals(rank)
+        for n in SIZES:
+            assert n == 0 or (allreduce(rank, np.full(n, 0.5, dtype), f"c{n}", op=ReduceOp.Average) == 0.5).all()
+        before = residuals(rank)
+        bad = gaussian(rank.rank, 5000, 0, dtype)
+        if rank.rank == size - 1:
+            bad[77] = np.inf
+        assert not np.isfinite(allreduce(rank, bad, "bad")).all()
+        after = residuals(rank)
+        assert all(np.array_equal(after[key], before[key]) for key in before) and not after["bad", "bad"].any()
+        return got, kept
+
+    everyone = run_ranks(size, body, hosts=hosts)
+    for index, n in enumerate(SIZES):
+        for step in range(steps):
+            assert len({one[0][step][index].tobytes() for one in everyone}) == 1
+        if n:
+            given = sum(rotated(gaussian(rank, n, step, dtype)) for rank in range(size) for step in range(steps))
+            sent = sum(rotated(everyone[0][0][step][index]) for step in range(steps))
+            left = sum(one[1][f"t{n}", f"t{n}"].astype(np.float64) for one in everyone)
+            np.testing.assert_allclose(sent + left, given, atol=0.1 if dtype == "float16" else 2e-4 * size)
+            # On each host one rank has what is left of an element.
+            owners = sum((one[1][f"t{n}", f"t{n}"] != 0).astype(int) for one in everyone)
+            assert owners.max() <= len(set(hosts))
+
+
+def test_hosts_with_different_numbers_of_ranks_exchange_directly():
+    def body(rank):
+        assert rank.runtime.background._planes[0].levels() is None
+        return allreduce(rank, gaussian(rank.rank, 3000), "x").tobytes()
+
+    assert len(set(run_ranks(3, body, hosts=(0, 0, 1)))) == 1

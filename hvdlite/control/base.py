@@ -18,6 +18,8 @@ class Topology:
     cross_rank: int
     cross_size: int
     is_homogeneous: bool
+    #: Of every rank, the lowest rank of its host.
+    hosts: tuple[int, ...] = ()
 
 
 class ControlPlane(Protocol):

@@ -148,7 +148,8 @@ def _topology(MPI: Any, communicator: Any) -> Topology:
     local_rank, local_size = local.Get_rank(), local.Get_size()
     cross = communicator.Split(local_rank, rank)
     sizes = communicator.allgather(local_size)
-    topology = Topology(rank, size, local_rank, local_size, cross.Get_rank(), cross.Get_size(), len(set(sizes)) == 1)
+    topology = Topology(rank, size, local_rank, local_size, cross.Get_rank(), cross.Get_size(), len(set(sizes)) == 1,
+                        tuple(hosts.index(host) for host in hosts))
     local.Free()
     cross.Free()
     return topology

@@ -59,8 +59,25 @@ class DataPlane(Protocol):
     def subset(self, ranks: Sequence[int]) -> DataPlane | None:
         """Make a plane of some of this plane's ranks, ascending; every rank of this plane calls it. None outside."""
 
+    def levels(self) -> tuple[DataPlane, DataPlane] | None:
+        """The planes of the ranks of this rank's host, and of the ranks of all hosts that have its place within theirs.
+
+        None where there is one host, or each has one rank, or they differ in number. Every rank calls it; made once.
+        """
+
     def close(self) -> None:
         """Give up the plane's resources; every rank of the set closes it in the same cycle."""
+
+
+def host_groups(hosts: Sequence[int]) -> tuple[list[list[int]], list[list[int]]] | None:
+    """Cut ranks, given each one's host, into those of each host and those of each place within a host; None as ``levels``."""
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    local = list(by_host.values())
+    if len(local) < 2 or len(local[0]) < 2 or any(len(one) != len(local[0]) for one in local):
+        return None
+    return local, [list(one) for one in zip(*local, strict=True)]
 
 
 def offsets(counts: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.control.local import LocalGroup
-from hvdlite.dataplane.base import Transfer, offsets
+from hvdlite.dataplane.base import Transfer, host_groups, offsets
 from hvdlite.message import ReduceOp
 
 _UFUNCS = {ReduceOp.Sum: np.add, ReduceOp.Min: np.minimum, ReduceOp.Max: np.maximum, ReduceOp.Product: np.multiply}
@@ -16,7 +16,10 @@ _UFUNCS = {ReduceOp.Sum: np.add, ReduceOp.Min: np.minimum, ReduceOp.Max: np.maxi
 class LocalPlane:
     """Collectives by reading one another's arrays, between two meetings of all threads."""
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
+    def __init__(self, group: LocalGroup, rank: int, hosts: Sequence[int] = ()) -> None:
+        """``hosts``: which host each rank plays to be on; without it all are on one."""
+        self._hosts = tuple(hosts) or (0,) * group.size
+        self._levels: tuple[LocalPlane, LocalPlane] | None = None
         self.rank = rank
         self.size = group.size
         self._group = group
@@ -71,7 +74,19 @@ class LocalPlane:
 
     def subset(self, ranks: Sequence[int]) -> LocalPlane | None:
         groups = self._group.exchange(self.rank, LocalGroup(len(ranks)) if self.rank == ranks[0] else None)
-        return LocalPlane(groups[ranks[0]], ranks.index(self.rank)) if self.rank in ranks else None
+        hosts = [self._hosts[rank] for rank in ranks]
+        return LocalPlane(groups[ranks[0]], ranks.index(self.rank), hosts) if self.rank in ranks else None
+
+    def levels(self) -> tuple[LocalPlane, LocalPlane] | None:
+        cut = host_groups(self._hosts)
+        if cut is not None and self._levels is None:
+            self._levels = self._part(cut[0]), self._part(cut[1])
+        return self._levels
+
+    def _part(self, parts: list[list[int]]) -> LocalPlane:
+        (own,) = [ranks for ranks in parts if self.rank in ranks]
+        groups = self._group.exchange(self.rank, LocalGroup(len(own)) if self.rank == own[0] else None)
+        return LocalPlane(groups[own[0]], own.index(self.rank))
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.backoff import LONGEST_TRANSFER_SLEEP_S, complete
-from hvdlite.dataplane.base import Transfer, as_bits, offsets
+from hvdlite.dataplane.base import Transfer, as_bits, host_groups, offsets
 from hvdlite.errors import TransportError
 from hvdlite.message import ReduceOp
 
@@ -26,8 +26,8 @@ _MOST_TAGS = 32768
 class MpiPlane:
     """Collectives over one communicator."""
 
-    def __init__(self, communicator: Any, *, is_shared_memory: bool, max_count: int) -> None:
-        """``communicator`` becomes the plane's own. ``max_count``: largest count for one MPI call."""
+    def __init__(self, communicator: Any, *, is_shared_memory: bool, max_count: int, hosts: Sequence[int] = ()) -> None:
+        """``communicator`` becomes the plane's own. ``max_count``: largest count for one MPI call. ``hosts``: each rank's."""
         from mpi4py import MPI
 
         self.rank: int = communicator.Get_rank()
@@ -36,6 +36,8 @@ class MpiPlane:
         self._communicator = communicator
         self._is_shared_memory = is_shared_memory
         self._max_count = max_count
+        self._hosts = tuple(hosts) or (0,) * self.size
+        self._levels: tuple[MpiPlane, MpiPlane] | None = None
         self._ops = {ReduceOp.Sum: MPI.SUM, ReduceOp.Min: MPI.MIN, ReduceOp.Max: MPI.MAX, ReduceOp.Product: MPI.PROD}
 
     def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
@@ -138,9 +140,24 @@ class MpiPlane:
             made = self._communicator.Split(0 if self.rank in ranks else self._mpi.UNDEFINED, self.rank)
         if made == self._mpi.COMM_NULL:
             return None
-        return MpiPlane(made, is_shared_memory=self._is_shared_memory, max_count=self._max_count)
+        return MpiPlane(made, is_shared_memory=self._is_shared_memory, max_count=self._max_count,
+                        hosts=[self._hosts[rank] for rank in ranks])
+
+    def levels(self) -> tuple[MpiPlane, MpiPlane] | None:
+        cut = host_groups(self._hosts)
+        if cut is not None and self._levels is None:
+            with self._mapped("making planes of hosts"):
+                local, cross = (self._communicator.Split(self._color(parts), self.rank) for parts in cut)
+            self._levels = (MpiPlane(local, is_shared_memory=False, max_count=self._max_count),
+                            MpiPlane(cross, is_shared_memory=False, max_count=self._max_count))
+        return self._levels
+
+    def _color(self, parts: list[list[int]]) -> int:
+        return next(number for number, ranks in enumerate(parts) if self.rank in ranks)
 
     def close(self) -> None:
+        for one in self._levels or ():
+            one.close()
         if not self._mpi.Is_finalized():
             self._communicator.Free()
 
