@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdlite import submission
+from hvdlite.compression.policy import Decision
 from hvdlite.compressor import compressed_allreduce
 from hvdlite.errors import InvalidRequestError
 from hvdlite.handle import Handle
@@ -100,6 +101,11 @@ def sync_residuals(process_set: ProcessSet | None = None) -> None:
             arrays = [values for _, values, _ in runtime.residuals.items(process_set_id, owner)]
             grouped_allreduce_(arrays, op=Average, name=f"residuals.{owner}", process_set=process_set)
             runtime.residuals.note_synchronized(process_set_id, owner)
+
+
+def explain_compression() -> list[Decision]:
+    """What ``Compression.auto`` has decided on this rank: for each bucket its way, and the seconds each way would take."""
+    return default_runtime().background.decisions
 
 
 def set_loss_scale(scale: float) -> None:
@@ -256,7 +262,7 @@ __all__ = [
     "Adasum", "Average", "Max", "Min", "Product", "Sum", "add_process_set", "allgather", "allgather_async",
     "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
     "alltoall_async", "barrier", "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "global_process_set",
+    "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "explain_compression", "global_process_set",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
     "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "rank", "reducescatter",

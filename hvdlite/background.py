@@ -28,6 +28,7 @@ from hvdlite.backoff import sleep_s
 from hvdlite.collectives import EXECUTE
 from hvdlite.collectives.join import neutral_entry
 from hvdlite.collectives.workspace import Workspace
+from hvdlite.compression.policy import Decision
 from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config
 from hvdlite.control.base import ControlPlane
@@ -116,6 +117,11 @@ class Background:
     def residuals(self) -> ResidualStore:
         """What quantised exchanges have not sent yet."""
         return self._workspace.residuals
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What Compression.auto has decided so far."""
+        return [one for auto in list(self._workspace.autos.values()) for one in list(auto.decisions.values())]
 
     def start(self) -> None:
         """Start the thread."""
@@ -345,6 +351,7 @@ class Background:
         self.slots.remove_process_set(process_set_id)
         del self._process_sets[process_set_id]
         self.residuals.drop(process_set_id)
+        self._workspace.autos.pop(process_set_id, None)
         plane = self._planes.pop(process_set_id, None)
         if plane is not None:
             plane.close()

@@ -135,6 +135,21 @@ class Quantized(Compressor):
             "a quantised tensor cannot be had by itself: pass this as compression= to an allreduce or to DistributedOptimizer")
 
 
+@dataclass(frozen=True)
+class Auto(Quantized):
+    """For each bucket the fastest of float32, float16 and 1 bit per element, as measured on this job's links and processors.
+
+    Decided alike on all ranks, by the slowest one; measured again from time to time; rank 0 logs every decision (level info), and
+    ``hvdlite.explain_compression()`` returns them.
+    """
+
+    @property
+    def wire_name(self) -> str:
+        import hvdlite.compression.codec_cpu  # noqa: F401
+
+        return "auto"
+
+
 class Compression:
     """The compressors by name."""
 
@@ -143,6 +158,7 @@ class Compression:
     bf16 = BF16Compressor
     quantized = Quantized
     onebit = Quantized()
+    auto = Auto()
 
 
 def checked(compression: Any) -> Any:
@@ -153,8 +169,8 @@ def checked(compression: Any) -> Any:
         return Compression.onebit
     if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
         raise TypeError(
-            f"compression={compression!r} is no compressor: pass Compression.none, .fp16, .bf16, .onebit or .quantized(...), or "
-            "a class with static methods compress(tensor) and decompress(tensor, ctx)")
+            f"compression={compression!r} is no compressor: pass Compression.none, .fp16, .bf16, .onebit, .auto or "
+            ".quantized(...), or a class with static methods compress(tensor) and decompress(tensor, ctx)")
     return compression
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -121,6 +121,21 @@ def _fusion_kind(slot: int, request: Request, dtype: str) -> tuple[object, ...]:
     group = -1 if len(request.shapes) == 1 else slot
     return (group, dtype, request.key.process_set_id, request.op, request.prescale, request.postscale,
             request.device, request.compressor)
+
+
+@lru_cache(256)
+def as_dense(bucket: Bucket) -> tuple[Bucket, ...]:
+    """The buckets in which the tensors of a compressed one travel when they are not: large ones alone, where they lie."""
+    request = bucket.request._replace(compressor="none")
+    item_bytes = ITEM_BYTES[bucket.dtype]
+    large = [one for one in bucket.segments if one.num_elements * item_bytes >= DIRECT_BYTES]
+    made = [Bucket(request, bucket.dtype, (one._replace(offset_bytes=0),), one.num_elements * item_bytes) for one in large]
+    segments, offset = [], 0
+    for one in bucket.segments:
+        if one.num_elements * item_bytes < DIRECT_BYTES:
+            segments.append(one._replace(offset_bytes=offset))
+            offset += _aligned(one.num_elements * item_bytes)
+    return (*made, *([Bucket(request, bucket.dtype, tuple(segments), offset)] if segments else []))
 
 
 def _aligned(size: int) -> int:

@@ -5,12 +5,14 @@ import pytest
 from ranks import run_ranks
 
 from hvdlite import adapters
-from hvdlite.compression import codec
+from hvdlite.collectives import auto
+from hvdlite.compression import codec, policy
 from hvdlite.compression.spec import CodecSpec
 from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
 from hvdlite.errors import InvalidRequestError, MismatchError
-from hvdlite.message import Collective, ReduceOp
+from hvdlite.fusion import as_dense, compile_plan
+from hvdlite.message import Collective, Key, ReduceOp, Request
 from hvdlite.submission import Submission
 
 SIZES = [0, 1, 31, 32, 33, 511, 512, 513, 1537, 20_000]
@@ -284,3 +286,99 @@ def test_hosts_with_different_numbers_of_ranks_exchange_directly():
         return allreduce(rank, gaussian(rank.rank, 3000), "x").tobytes()
 
     assert len(set(run_ranks(3, body, hosts=(0, 0, 1)))) == 1
+
+
+class Fixed:
+    """In place of a measurement: what each way is made to seem to take per byte."""
+
+    def __init__(self, **seconds):
+        self.seconds = seconds
+        self.num_calls = 0
+
+    def __call__(self, plane):
+        self.num_calls += 1
+        return {way: [(1000, 1000 * one), (10**6, 10**6 * one)] for way, one in self.seconds.items()}
+
+
+def test_auto_takes_the_fastest_way_and_no_residual_where_it_is_dense(monkeypatch):
+    for way, seconds in {"fp32": (1, 2, 3), "fp16": (2, 1, 3), "quantized": (9, 8, 7)}.items():
+        monkeypatch.setattr(auto, "measure", Fixed(**dict(zip(("fp32", "fp16", "quantized"), seconds, strict=True))))
+
+        def body(rank, way=way):
+            for _ in range(3):
+                got = allreduce(rank, gaussian(rank.rank, 3000), "x", Compression.auto)
+            (decision,) = rank.runtime.background.decisions
+            assert decision.way == way and decision.num_bytes == 12000 and f": {way}" in str(decision)
+            assert bool(rank.runtime.residuals.num_bytes) is (way == "quantized")
+            exact = sum(gaussian(r, 3000) for r in range(2))
+            if way != "quantized":
+                assert np.abs(got - exact).max() < (1e-6 if way == "fp32" else 1e-2)
+            return got.tobytes()
+
+        assert len(set(run_ranks(2, body))) == 1
+
+
+def test_auto_measures_again_and_what_was_left_over_is_sent_when_it_changes(monkeypatch):
+    monkeypatch.setattr(auto, "MEASURE_EVERY", 4)
+    steps = 8
+    measured = [Fixed(fp32=9, fp16=9, quantized=1), Fixed(fp32=1, fp16=9, quantized=9)]
+
+    def measure(plane):
+        first = not hasattr(plane, "was_measured")
+        plane.was_measured = True
+        return measured[0 if first else 1](plane)
+
+    monkeypatch.setattr(auto, "measure", measure)
+
+    def body(rank):
+        total = sum(allreduce(rank, gaussian(rank.rank, 3000, step), "x", Compression.auto) for step in range(steps))
+        assert not rank.runtime.residuals.num_bytes
+        return total
+
+    exact = sum(gaussian(r, 3000, step) for r in range(2) for step in range(steps))
+    for total in run_ranks(2, body):
+        np.testing.assert_allclose(total, exact, atol=1e-4)  # nothing was lost on the way to dense
+
+
+def test_values_too_large_for_float16_go_as_float32(monkeypatch):
+    monkeypatch.setattr(auto, "measure", Fixed(fp32=9, fp16=1, quantized=9))
+
+    def body(rank):
+        assert allreduce(rank, np.array([1e5, 1.0], np.float32), "x", Compression.auto).tolist() == [2e5, 2.0]
+        assert allreduce(rank, np.array([4e4, 1.0], np.float32), "x", Compression.auto).tolist() == [8e4, 2.0]
+        halves = allreduce(rank, np.array([1.0, 2.0], np.float16), "h", Compression.auto)
+        assert halves.dtype == np.float16 and halves.tolist() == [2, 4]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("hosts", [(), (0, 0, 1, 1)])
+def test_a_real_measurement_is_the_same_on_all_ranks(hosts, monkeypatch):
+    monkeypatch.setattr(auto, "PROBE_BYTES", (4096, 65536))
+
+    def body(rank):
+        for n in (100, 30_000):
+            allreduce(rank, gaussian(rank.rank, n), f"t{n}", Compression.auto)
+        return [str(one) for one in rank.runtime.background.decisions]
+
+    decisions = run_ranks(4, body, hosts=hosts)
+    assert len(decisions[0]) == 2 and decisions == [decisions[0]] * 4
+
+
+def test_the_line_through_what_was_measured():
+    assert policy.expected_s(1500, [(1000, 1.0), (2000, 2.0), (8000, 5.0)]) == 1.5
+    assert policy.expected_s(5000, [(1000, 1.0), (2000, 2.0), (8000, 5.0)]) == 3.5
+    assert policy.expected_s(14000, [(1000, 1.0), (2000, 2.0), (8000, 5.0)]) == 8.0
+    assert 0 < policy.expected_s(10, [(1000, 1.0), (2000, 3.0)]) <= 1.0
+    times = {"fp32": [(1, 1.0), (2, 2.0)], "fp16": [(1, 0.98), (2, 1.96)]}
+    assert policy.decide("b", 1, times).way == "fp32" and policy.decide("b", 1, times, "fp16").way == "fp16"
+    times["quantized"] = [(1, 0.5), (2, 1.0)]
+    assert policy.decide("b", 2, times, "fp32").way == "quantized"
+
+
+def test_a_bucket_that_stays_dense_packs_small_tensors_only():
+    request = Request(Key(0, "allreduce", "g"), ("float32",) * 4, ((10,), (10_000,), (0,), (30,)), compressor="auto")
+    (bucket,) = compile_plan([(0, request)], 1 << 20).buckets
+    large, small = as_dense(bucket)
+    assert [one.tensor_index for one in large.segments] == [1] and large.request.compressor == "none"
+    assert [(one.tensor_index, one.offset_bytes) for one in small.segments] == [(0, 0), (2, 64), (3, 64)]

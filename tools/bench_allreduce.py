@@ -6,7 +6,7 @@
 
 A size is one tensor of so many bytes of float32, or ``resnet50``: the 161 gradients of that model (102 MB), in buckets,
 with what an optimizer wrapper leaves dense. A way is ``IMPL`` or ``COMPRESSOR[:SCHEDULE]``: fp32, fp16, bits1, bits2,
-bits4, bits8, onebit (rotated), l1, two_means, rms; with ``--impl mpi``, ``ddp`` (torch, gloo), ``horovod`` in fp32
+bits4, bits8, onebit (rotated), l1, two_means, rms, auto; with ``--impl mpi``, ``ddp`` (torch, gloo), ``horovod`` in fp32
 beside them. ``--dtypes`` of the tensors.
 
 algbw: bytes of the tensors in their own dtype per second; busbw: times 2 (n - 1) / n. Bytes on the wire are counted at
@@ -123,6 +123,8 @@ def compression_of(way: str) -> Any:
     name, _, schedule = way.partition(":")
     if name == "fp32":
         return None
+    if name == "auto":
+        return hvdlite.Compression.auto
     if name == "fp16":
         return hvdlite.Compression.fp16
     settings: dict[str, Any] = {"schedule": schedule or "auto"}

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdlite import kernels
 from hvdlite.buffer import HALVES, NUMPY_DTYPES
-from hvdlite.collectives import adasum, quantized
+from hvdlite.collectives import adasum
 from hvdlite.collectives.scaling import scale, unscaled_op
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.dataplane import halves
@@ -21,9 +21,6 @@ from hvdlite.timeline.phase import Phase
 
 def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> None:
     """Run one bucket; afterwards every segment's output holds the result."""
-    if bucket.request.compressor != "none":
-        quantized.execute(bucket, entries, plane, workspace)
-        return
     if len(bucket.segments) == 1:
         slot, index, _, _ = bucket.segments[0]
         entry = entries[slot]

@@ -47,7 +47,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         if levels is None:
             is_finite = quantized.allreduce(plane, exchange, tensors, factor)
         else:
-            is_finite = _allreduce_by_hosts(*levels, exchange, tensors, factor)
+            is_finite = allreduce_by_hosts(*levels, exchange, tensors, factor)
     workspace.residuals.end({key: bool(finite) for key, finite in zip(keys, is_finite, strict=True) if key is not None})
 
 
@@ -95,7 +95,7 @@ def _find_tensors(
     return keys, Tensors(tuple(names), sizes, bucket.dtype, NUMPY_DTYPES[bucket.dtype].itemsize, *addresses)
 
 
-def _allreduce_by_hosts(
+def allreduce_by_hosts(
     local: DataPlane, cross: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float
 ) -> np.ndarray:
     """Sum within hosts, exchange between them, hand out within hosts."""
@@ -121,7 +121,7 @@ def _allreduce_by_hosts(
     part = Tensors(tensors.names, tuple(own.tolist()), "float32", 4, at, at, shifted(tensors.residuals), shifted(tensors.shadows))
     is_finite = quantized.allreduce(cross, exchange, part, factor)
 
-    local.allgather(_narrowed(mine, tensors.dtype), packed, counts.tolist())
+    local.allgather(narrowed(mine, tensors.dtype), packed, counts.tolist())
     kernels.unpack(_each(tensors.targets, local.size) + offsets.astype(np.uint64), sizes, places, packed.ctypes.data)
     verdicts = np.empty(local.size * len(is_finite), np.uint8)
     local.allgather(is_finite.view(np.uint8), verdicts, [len(is_finite)] * local.size)
@@ -146,17 +146,23 @@ def _each(addresses: np.ndarray, num_ranks: int) -> np.ndarray:
 
 def _sum_in_order(rows: np.ndarray, dtype: str) -> np.ndarray:
     """Add up the ranks' rows in float32, or float64, in the order of ranks; as float32."""
-    if dtype in ("float16", "bfloat16"):
-        widened = np.empty(rows.shape, np.float32)
-        kernels.halves_to_float(rows.reshape(-1).view(np.uint16), widened.reshape(-1), dtype == "bfloat16")
-        rows = widened
-    total = rows[0].copy()
+    total = widened(rows[0], dtype).copy()
     for row in rows[1:]:
-        total += row
+        total += widened(row, dtype)
     return total.astype(np.float32)
 
 
-def _narrowed(values: np.ndarray, dtype: str) -> np.ndarray:
+def widened(values: np.ndarray, dtype: str) -> np.ndarray:
+    """16-bit floats as float32, others as they are."""
+    if dtype not in ("float16", "bfloat16"):
+        return values
+    made = np.empty(len(values), np.float32)
+    kernels.halves_to_float(values.view(np.uint16), made, dtype == "bfloat16")
+    return made
+
+
+def narrowed(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The way back of ``widened``, also to float64."""
     if dtype not in ("float16", "bfloat16"):
         return values.astype(NUMPY_DTYPES[dtype], copy=False)
     bits = np.empty(len(values), np.uint16)
@@ -169,8 +175,6 @@ def _scale_alone(source: np.ndarray, target: np.ndarray, dtype: str, factor: flo
     if factor == 1.0:
         target[:] = source
     elif dtype == "bfloat16":
-        widened = np.empty(len(source), np.float32)
-        kernels.halves_to_float(source, widened, True)
-        kernels.float_to_halves(widened * np.float32(factor), target, True)
+        target[:] = narrowed(widened(source, dtype) * np.float32(factor), dtype)
     else:
         scale(source, target, factor, 1)

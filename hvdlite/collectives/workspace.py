@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hvdlite.compression.residual import ResidualStore
@@ -17,6 +19,8 @@ class Workspace:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.residuals = ResidualStore()
+        #: What Compression.auto has measured and decided, by process set.
+        self.autos: dict[int, Any] = {}
         self._fusion_buffer = np.zeros(0, np.uint8)
 
     def fusion_buffer(self, num_bytes: int) -> np.ndarray:

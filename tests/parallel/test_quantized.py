@@ -262,3 +262,21 @@ def test_plain_gradients(compression):
     assert error.mean() < 0.2 < np.abs(mean).mean()  # ranks want different things, so each step's codes are coarse
     gathered = hvd.allgather(torch.from_numpy(wrapped.optimizer.weights["w"])[None], name="weights").numpy()
     assert (gathered == gathered[0]).all()
+
+
+def test_auto_trains_and_explains_itself():
+    model = model_of()
+    optimizer = wrap(model, hvd.Compression.auto)
+    train(model, optimizer, range(2))
+    assert not [one for one in hvdlite.explain_compression() if optimizer._exchanges[0]._exchange.label in one.bucket]
+    big = torch.nn.Linear(400, 200)
+    optimizer = wrap(big, hvd.Compression.auto)
+    for step in range(4):
+        optimizer.zero_grad()
+        big(torch.randn(8, 400, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))).square().sum().backward()
+        optimizer.step()
+    assert same_on_ranks(big)
+    decision = hvdlite.explain_compression()[-1]
+    assert decision.num_bytes == 320_000 and set(decision.seconds) == {"fp32", "fp16", "quantized"}
+    assert decision.way in decision.seconds and min(decision.seconds.values()) > 0
+    assert len(set(hvd.allgather_object(str(decision)))) == 1
