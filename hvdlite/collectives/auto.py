@@ -168,7 +168,8 @@ def measure(plane: DataPlane) -> dict[str, list[tuple[int, float]]]:
                 call()
                 times[number, index] = time.perf_counter() - started
         slowest = times[1:].copy()
-        plane.allreduce(slowest.reshape(-1), slowest.reshape(-1), ReduceOp.Max)
+        flat = slowest.reshape(-1)
+        plane.allreduce(flat, flat, ReduceOp.Max)
         medians = np.median(slowest, axis=0)
         for way, seconds in zip(ways, medians, strict=True):
             found[way].append((num_bytes, float(seconds)))
