@@ -14,7 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdlite import submission
+from hvdlite.adapters import adapter_for
 from hvdlite.compressor import Quantized, checked
 from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
 from hvdlite.fusion import plan_gradient_buckets
@@ -26,6 +29,10 @@ from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.submission import Submission
 
 _log = logging.getLogger("hvdlite")
+
+#: Dense steps before gradients are quantised in units of their second moments, which mean little before. Measured
+#: (design.md, section 5).
+LEAST_WARMUP_STEPS = 20
 
 #: Base class's package -> module with a ``DistributedOptimizer`` for it. Adding a framework is one file and one row.
 _SIDES = {"torch": "hvdlite.torch"}
@@ -73,10 +80,13 @@ class GradientExchange:
         self, gradients: Sequence[GradientSpec], *, label: str, op: ReduceOp = ReduceOp.Average, in_place: bool,
         prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
         groups: Sequence[Sequence[int]] = (), runtime: Runtime | None = None, compression: Quantized | None = None,
+        moment: Callable[[int], np.ndarray | None] | None = None,
     ) -> None:
         """``label`` tells this optimizer's operations from another's; equal on all ranks. ``groups``: indices of
         gradients that make a bucket of their own, whatever its size; the rest is cut by the fusion threshold.
-        ``compression``: of the gradients that are quantised, which never share a bucket with others."""
+        ``compression``: of the gradients that are quantised, which never share a bucket with others. ``moment(index)``: the
+        second moment of a gradient, flat float32, the same on all ranks, in whose units it is quantised; where it gives None
+        the gradient travels densely."""
         self._runtime = runtime or default_runtime()
         self._names = [one.name for one in gradients]
         grouped = {index for group in groups for index in group}
@@ -94,6 +104,13 @@ class GradientExchange:
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._is_quantized = [gradients[bucket[0]].is_quantized for bucket in self._buckets]
         self._compression = compression
+        self._moment = moment
+        self._warmup_steps = compression.warmup_steps if compression is not None else 0
+        if moment is not None:
+            self._warmup_steps = max(self._warmup_steps, LEAST_WARMUP_STEPS)
+        self._preconditioned: set[int] = set()
+        #: The gradients that the last step quantised in units of their second moments.
+        self.last_preconditioned: set[int] = set()
         #: Steps exchanged so far, by which a warm-up ends; the same on every rank.
         self.num_steps = 0
         if compression is not None:
@@ -139,6 +156,7 @@ class GradientExchange:
         for index in range(len(self._names)):
             if index not in self._ready:
                 self.ready(index, absent(index))
+        self.last_preconditioned, self._preconditioned = self._preconditioned, set()
         results: dict[int, Any] = {}
         failure: BaseException | None = None
         for number, handle in sorted(self._handles.items()):
@@ -170,18 +188,26 @@ class GradientExchange:
 
     def _submit(self, number: int) -> None:
         bucket = self._buckets[number]
+        compressor, moments = self._way(bucket, self._is_quantized[number])
         # Named by number: where the ranks' gradients differ, the agreement on this one name says so.
         call = Submission(
             Collective.ALLREDUCE, [self._ready[index] for index in bucket], is_group=True, name=f"{self.label}.{number}",
             process_set=self._process_set, names=self._bucket_names[number], runtime=self._runtime)
         self._handles[number] = submission.allreduce(
             call, in_place=self._in_place, average=None, op=self._op, prescale_factor=self._scales[0],
-            postscale_factor=self._scales[1], compressor=self._compressor(number))
+            postscale_factor=self._scales[1], compressor=compressor, moments=moments)
 
-    def _compressor(self, number: int) -> str:
-        if self._compression is None or not self._is_quantized[number] or self.num_steps < self._compression.warmup_steps:
-            return "none"
-        return self._compression.wire_name
+    def _way(self, bucket: Sequence[int], is_quantized: bool) -> tuple[str, tuple[np.ndarray, ...]]:
+        """How a bucket travels in this step, and its second moments, if it does by these."""
+        if self._compression is None or not is_quantized or self.num_steps < self._warmup_steps:
+            return "none", ()
+        if self._moment is None:
+            return self._compression.wire_name, ()
+        moments = [one for one in map(self._moment, bucket) if one is not None]
+        if len(moments) < len(bucket):
+            return "none", ()
+        self._preconditioned.update(bucket)
+        return self._compression.preconditioned_name, tuple(moments)
 
 
 class PlainOptimizer:
@@ -193,8 +219,13 @@ class PlainOptimizer:
 
     def __init__(
         self, optimizer: Any, *, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet | None = None, compression: Any = None,
+        second_moment: Callable[[str], Any] | None = None,
     ) -> None:
+        """``second_moment(name)``: of an optimizer as Adam, its mean of squared gradients, the same on every rank, or None
+        while there is none: quantised gradients travel in units of its root. Their squares come out too large: multiply them by
+        ``compression.moment_correction(num_ranks)`` where they enter that mean."""
         self.optimizer = optimizer
+        self._second_moment = second_moment
         self._compression = checked(compression)
         self._quantized = self._compression if isinstance(self._compression, Quantized) else None
         self._op = op
@@ -220,7 +251,8 @@ class PlainOptimizer:
         if self._exchange is None or specs != self._specs:
             self._specs = specs
             self._exchange = GradientExchange(
-                specs, label=self.label, op=self._op, in_place=False, process_set=self._process_set, compression=self._quantized)
+                specs, label=self.label, op=self._op, in_place=False, process_set=self._process_set, compression=self._quantized,
+                moment=self._moment_of(names))
         if self._quantized is not None:
             averaged = self._exchange.finish(lambda index: gradients[names[index]])
             return self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
@@ -229,6 +261,17 @@ class PlainOptimizer:
         return self.optimizer.step(
             {name: self._compression.decompress(arrived[index], sent[name][1]) for index, name in enumerate(names)},
             *args, **kwargs)
+
+    def _moment_of(self, names: Sequence[str]) -> Callable[[int], np.ndarray | None] | None:
+        second_moment = self._second_moment
+        if second_moment is None or self._quantized is None:
+            return None
+
+        def moment(index: int) -> np.ndarray | None:
+            values = second_moment(names[index])
+            return None if values is None else adapter_for(values).buffer(values, False).array.astype(np.float32)
+
+        return moment
 
     def _spec(self, name: str, gradient: Any) -> GradientSpec:
         size, quantized = _size_bytes(name, gradient), self._quantized

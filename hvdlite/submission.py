@@ -113,7 +113,7 @@ class Submission:
         self, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...] = (), *,
         result: Callable[[TensorEntry], Any] | None = None, is_ragged: bool = False, op: int = ReduceOp.Sum.value,
         root_rank: int = -1, prescale: float = 1.0, postscale: float = 1.0, splits: tuple[int, ...] = (),
-        compressor: str = "none",
+        compressor: str = "none", moments: tuple[Any, ...] = (),
     ) -> Handle:
         """Queue the call."""
         runtime, process_set = self.runtime, self.process_set
@@ -129,7 +129,7 @@ class Submission:
             self.names, compressor)
         entry = TensorEntry(
             request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
-            None if outputs or not inputs else self.allocator(inputs), splits,
+            None if outputs or not inputs else self.allocator(inputs), splits, moments,
             root_in_set=process_set.ranks.index(root_rank) if root_rank >= 0 else -1)
         return runtime.submit(entry, wait_for_name=self.name is None)
 
@@ -153,9 +153,9 @@ def _first(entry: TensorEntry) -> Any:
 def allreduce(
     call: Submission, *, in_place: bool, average: bool | None, op: ReduceOp | int | None,
     prescale_factor: float, postscale_factor: float, compressor: str = "none",
-    result: Callable[[TensorEntry], Any] | None = None,
+    result: Callable[[TensorEntry], Any] | None = None, moments: tuple[Any, ...] = (),
 ) -> Handle:
-    """Queue an allreduce of one tensor or a group; ``compressor`` is an ExchangeSpec in words, or "none"."""
+    """Queue an allreduce of one tensor or a group; ``compressor`` is an ExchangeSpec in words, "auto" or "none"."""
     chosen = call.op(op, average)
     inputs = call.buffers(writable=in_place)
     _refuse_bool(call, inputs)
@@ -168,7 +168,7 @@ def allreduce(
             compressor = "none"  # integers arrive exactly, as with every compressor
     outputs = inputs if in_place else call.buffers(like=inputs)
     return call.add(inputs, outputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor, compressor=compressor,
-                    result=result)
+                    result=result, moments=moments)
 
 
 def reducescatter(call: Submission, *, op: ReduceOp | int | None, prescale_factor: float, postscale_factor: float) -> Handle:

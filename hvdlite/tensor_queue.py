@@ -26,6 +26,7 @@ class TensorEntry:
 
     ``inputs`` and ``outputs``: one Buffer per tensor (see adapters); an in-place tensor is the same Buffer in
     both. ``outputs`` is empty where sizes are only known later; then ``allocate`` makes the result.
+    ``moments``: of each input the second moment by whose root it is quantised, a flat float32 array, if so.
     ``is_stand_in``: the rank has joined and has no such tensor. ``result`` turns the finished entry into what
     ``Handle.wait`` returns.
     """
@@ -37,6 +38,7 @@ class TensorEntry:
     result: Callable[[TensorEntry], Any]
     allocate: Callable[[int, tuple[int, ...]], Any] | None = None
     splits: tuple[int, ...] = ()
+    moments: tuple[Any, ...] = ()
     received_splits: tuple[int, ...] = ()
     root_in_set: int = -1
     submitted_ns: int = 0

@@ -182,6 +182,7 @@ def _quantized_probe(plane: DataPlane, values: np.ndarray) -> Callable[[], objec
     """As a bucket of one tensor with a residual."""
     kept = np.zeros((2, SPEC.codec.padded(len(values))), np.float32)
     addresses = [np.array([one.ctypes.data], np.int64) for one in (values, values, kept[0], kept[1])]
+    addresses.append(np.zeros(1, np.int64))
     tensors = exchange.Tensors(("probe",), (len(values),), "float32", 4, *addresses)
 
     def call() -> object:

@@ -80,7 +80,9 @@ def _find_tensors(
         owner, of_tensors = tensor_names(request)
         name = of_tensors[one.tensor_index]
         current = shadow = 0
-        key = (request.key.process_set_id, owner, name) if one.num_elements and has_residuals(request) else None
+        # What is quantised in units of a second moment has no residual: feedback harms there (design.md, section 5).
+        has_residual = one.num_elements and has_residuals(request) and not exchange.is_preconditioned
+        key = (request.key.process_set_id, owner, name) if has_residual else None
         if key is not None:
             if request.key not in begun:
                 begun.add(request.key)
@@ -89,7 +91,8 @@ def _find_tensors(
             current, shadow = (array.ctypes.data for array in store.arrays(key, length, is_rotated))
         keys.append(key)
         names.append(name)
-        found.append((entry.inputs[one.tensor_index].address, entry.outputs[one.tensor_index].address, current, shadow))
+        moment = entry.moments[one.tensor_index].ctypes.data if entry.moments else 0  # none where a rank has joined
+        found.append((entry.inputs[one.tensor_index].address, entry.outputs[one.tensor_index].address, current, shadow, moment))
     addresses = np.array(found, np.int64).T
     sizes = tuple(one.num_elements for one in bucket.segments)
     return keys, Tensors(tuple(names), sizes, bucket.dtype, NUMPY_DTYPES[bucket.dtype].itemsize, *addresses)
@@ -118,7 +121,8 @@ def allreduce_by_hosts(
     def shifted(addresses: np.ndarray) -> np.ndarray:
         return np.where(addresses, addresses + 4 * starts, 0)
 
-    part = Tensors(tensors.names, tuple(own.tolist()), "float32", 4, at, at, shifted(tensors.residuals), shifted(tensors.shadows))
+    part = Tensors(tensors.names, tuple(own.tolist()), "float32", 4, at, at, shifted(tensors.residuals), shifted(tensors.shadows),
+                   shifted(tensors.moments))
     is_finite = quantized.allreduce(cross, exchange, part, factor)
 
     local.allgather(narrowed(mine, tensors.dtype), packed, counts.tolist())

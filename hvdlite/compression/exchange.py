@@ -32,6 +32,8 @@ class ExchangeSpec:
 
     codec: CodecSpec
     schedule: str = "auto"
+    #: Whether values are quantised in units of the square root of a second moment that all ranks hold alike.
+    is_preconditioned: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -39,16 +41,18 @@ class ExchangeSpec:
 
     def __str__(self) -> str:
         codec = self.codec
-        return f"quantized(bits={codec.bits}, scale={codec.scale}, group={codec.group}, schedule={self.schedule})"
+        precondition = ", precondition=adam" if self.is_preconditioned else ""
+        return f"quantized(bits={codec.bits}, scale={codec.scale}, group={codec.group}, schedule={self.schedule}{precondition})"
 
     @staticmethod
     @lru_cache(64)
     def parse(text: str) -> ExchangeSpec:
         """The way back of ``str``."""
-        match = re.fullmatch(r"quantized\(bits=(\d+), scale=(\w+), group=(\d+), schedule=(\w+)\)", text)
+        match = re.fullmatch(
+            r"quantized\(bits=(\d+), scale=(\w+), group=(\d+), schedule=(\w+)(, precondition=adam)?\)", text)
         assert match is not None, text
-        bits, scale, group, schedule = match.groups()
-        return ExchangeSpec(CodecSpec(int(bits), scale, int(group)), schedule)
+        bits, scale, group, schedule, precondition = match.groups()
+        return ExchangeSpec(CodecSpec(int(bits), scale, int(group)), schedule, bool(precondition))
 
 
 def owned_groups(num_groups: int, num_ranks: int, name: str) -> list[int]:

@@ -22,13 +22,13 @@ import numpy as np
 
 from hvdlite.compression import spec
 from hvdlite.compression.exchange import COUNT, FIRST, START, TENSOR, ExchangeSpec, plan_layout
-from hvdlite.compression.spec import GRADIENT, NUM_COLUMNS, OUT, RESIDUAL, SHADOW
+from hvdlite.compression.spec import GRADIENT, MOMENT, NUM_COLUMNS, OUT, RESIDUAL, SHADOW
 from hvdlite.dataplane.base import DataPlane, Transfer
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What is exchanged. *Shapes*: one entry each; int64 addresses, of residuals and shadows 0 where there is none.
+    """What is exchanged. *Shapes*: one entry each; int64 addresses, 0 where there is no residual, shadow or second moment.
 
     ``item_bytes``: of the gradients' dtype, ``dtype``.
     """
@@ -41,6 +41,7 @@ class Tensors:
     targets: np.ndarray
     residuals: np.ndarray
     shadows: np.ndarray
+    moments: np.ndarray
 
 
 def allreduce(plane: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float) -> np.ndarray:
@@ -77,7 +78,7 @@ class _Exchange:
         table = np.zeros((len(place), NUM_COLUMNS), np.int64)
         table[:, GRADIENT] = tensors.sources[tensor] + start * tensors.item_bytes
         table[:, OUT] = tensors.targets[tensor] + start * tensors.item_bytes
-        for column, addresses in ((RESIDUAL, tensors.residuals), (SHADOW, tensors.shadows)):
+        for column, addresses in ((RESIDUAL, tensors.residuals), (SHADOW, tensors.shadows), (MOMENT, tensors.moments)):
             table[:, column] = np.where(addresses[tensor], addresses[tensor] + 4 * start, 0)
         table[:, spec.COUNT] = place[:, COUNT]
         table[:, spec.FIRST] = place[:, FIRST]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -34,6 +35,8 @@ class ExchangeOptions:
     gradient_predivide_factor: float
     sparse_as_dense: bool
     process_set: ProcessSet | None
+    #: Of a parameter: the optimizer's second moment, or None while it has none; None where it is not to be used.
+    second_moment: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
 
 class ParameterExchange:
@@ -165,7 +168,8 @@ class ParameterExchange:
                  for name, p in zip(self._names, self.parameters, strict=True)]
         exchange = GradientExchange(
             specs, label=label, op=options.op, in_place=True, prescale_factor=1.0 / factor,
-            postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime, compression=quantized)
+            postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime, compression=quantized,
+            moment=None if quantized is None or options.second_moment is None else self._moment)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)
             if old is not None:
@@ -173,6 +177,19 @@ class ParameterExchange:
             if parameter.requires_grad:
                 _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(index))
         return exchange
+
+    def _moment(self, index: int) -> np.ndarray | None:
+        assert self._options.second_moment is not None
+        values = self._options.second_moment(self.parameters[index])
+        return None if values is None else values.detach().float().cpu().contiguous().reshape(-1).numpy()
+
+    def correct_moments(self, correction: Callable[[torch.Tensor, float], None]) -> None:
+        """After a step: let ``correction(parameter, factor)`` take what quantising added to squares out of second moments."""
+        compression = self._options.compression
+        if self._exchange is not None and isinstance(compression, Quantized):
+            factor = compression.moment_correction(self._members.size())
+            for index in sorted(self._exchange.last_preconditioned):
+                correction(self.parameters[index], factor)
 
     def _reorder(self, order: Sequence[int]) -> None:
         places = {index: place for place, index in enumerate(order)}

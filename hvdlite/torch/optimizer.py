@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 
 from hvdlite import api
+from hvdlite.compressor import Auto
 from hvdlite.errors import InvalidRequestError
 from hvdlite.message import ReduceOp
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.runtime import default_runtime
-from hvdlite.torch.compression import Compression, checked
+from hvdlite.torch.compression import Compression, Quantized, checked
 from hvdlite.torch.functions import COMPILED_PREFIX, QUANTIZED_STATE, keeping_groups_and_state
 from hvdlite.torch.gradients import ExchangeOptions, ParameterExchange
 
@@ -38,7 +40,9 @@ def DistributedOptimizer(
     NotImplementedError for Adasum in a process set.
     """
     _check_arguments(op, gradient_predivide_factor, backward_passes_per_step, process_set)
-    options = ExchangeOptions(checked(compression), ReduceOp(op), gradient_predivide_factor, sparse_as_dense, process_set)
+    compression = checked(compression)
+    moment = _second_moment(optimizer, compression)
+    options = ExchangeOptions(compression, ReduceOp(op), gradient_predivide_factor, sparse_as_dense, process_set, moment)
     if num_groups:
         warnings.warn("num_groups= is the older spelling: use groups=", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -54,6 +58,33 @@ def DistributedOptimizer(
     names = _names(wrapped, named_parameters)
     wrapped._distribute(names, _groups(wrapped, groups), backward_passes_per_step, options)
     return wrapped
+
+
+_log = logging.getLogger("hvdlite")
+
+#: Optimizers of torch that keep a mean of squared gradients as Adam does.
+_WITH_MOMENTS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+#: Those that divide by something of the kind, in other ways.
+_ADAPTIVE = (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Rprop)
+
+
+def _second_moment(optimizer: Any, compression: Any) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+    """Where quantised gradients find the second moment in whose units they travel; None where they do not."""
+    if not isinstance(compression, Quantized) or isinstance(compression, Auto):
+        return None
+    keeps = isinstance(optimizer, _WITH_MOMENTS)
+    name = getattr(type(optimizer), "_wrapped_class", type(optimizer)).__name__
+    if compression.precondition == "adam" and not keeps:
+        raise InvalidRequestError(f"precondition='adam': {name} keeps no exp_avg_sq: leave it out")
+    if compression.precondition != "none" and keeps and compression.scale == "rotated":
+        _log.info("quantised gradients of %s travel in units of the root of its exp_avg_sq", name)
+        state = optimizer.state  # of the wrapped one too, and kept when it is loaded
+        return lambda parameter: state.get(parameter, {}).get("exp_avg_sq")
+    if keeps or isinstance(optimizer, _ADAPTIVE):
+        warnings.warn(
+            f"{name} divides by the size of past gradients, which drowns in what quantising adds: expect a lower accuracy: use "
+            "Adam or AdamW with precondition='adam', SGD, or Compression.fp16", stacklevel=3)
+    return None
 
 
 class _Distributed:
@@ -150,7 +181,19 @@ class _Distributed:
             assert not self._is_under_way, (
                 "step() within skip_synchronize(), but gradients are in flight: call synchronize() before")
         self._synchronized = False
-        return super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+        result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+        for one in self._exchanges:
+            one.correct_moments(self._correct_moment)
+        return result
+
+    def _correct_moment(self, parameter: torch.Tensor, factor: float) -> None:
+        """Let the second moment have ``factor`` of the square that the step just taken added to it."""
+        beta = next(group["betas"][1] for group in self.param_groups if any(one is parameter for one in group["params"]))
+        moment = self.state[parameter].get("exp_avg_sq")  # type: ignore[attr-defined]
+        if moment is not None and parameter.grad is not None and torch.isfinite(parameter.grad).all():
+            with torch.no_grad():
+                gradient = parameter.grad.to(moment.dtype)
+                moment.addcmul_(gradient, gradient, value=(1 - float(beta)) * (factor - 1))
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:

@@ -280,3 +280,74 @@ def test_auto_trains_and_explains_itself():
     assert decision.num_bytes == 320_000 and set(decision.seconds) == {"fp32", "fp16", "quantized"}
     assert decision.way in decision.seconds and min(decision.seconds.values()) > 0
     assert len(set(hvd.allgather_object(str(decision)))) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_is_quantised_in_units_of_its_second_moment(kind):
+    """Weights and moments stay the same on all ranks; nothing is left over; it learns as with dense gradients."""
+    found = []
+    for compression in (hvd.Compression.none, SMALL):
+        model = model_of()
+        optimizer = hvd.DistributedOptimizer(
+            kind(model.parameters(), lr=3e-3), model.named_parameters(), compression=compression)
+        train(model, optimizer, range(20))
+        weights = [one.detach().clone() for one in model.parameters()]
+        train(model, optimizer, range(20, 80))
+        moments = torch.cat([state["exp_avg_sq"].flatten() for state in optimizer.state.values()])
+        assert same_on_ranks(model) and (hvd.allgather(moments[None], name="moments") == moments).all()
+        x = torch.randn(512, 40, generator=torch.Generator().manual_seed(1))
+        loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).item()
+        found.append((weights, loss, moments.mean().item()))
+    assert all(torch.equal(one, two) for one, two in zip(found[0][0], found[1][0], strict=True))  # the warm-up is dense
+    assert not residuals(optimizer) and optimizer._exchanges[0]._exchange.last_preconditioned
+    assert found[1][1] < found[0][1] + 0.1 and 0.7 < found[1][2] / found[0][2] < 1.4
+
+
+def test_how_a_moment_is_corrected():
+    """A step adds factor * (1 - beta) * gradient^2 instead of (1 - beta) * gradient^2."""
+    model = model_of()
+    optimizer = wrap(model, optimizer=torch.optim.Adam)
+    train(model, optimizer, range(20))
+    weight = model[0].weight
+    before = optimizer.state[weight]["exp_avg_sq"].clone()
+    train(model, optimizer, [20])
+    factor = SMALL.moment_correction(hvd.size())
+    assert factor == pytest.approx({2: 0.495, 3: 0.461}[hvd.size()], abs=2e-3)
+    right = 0.999 * before + factor * 0.001 * weight.grad ** 2
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg_sq"], right, rtol=1e-5, atol=1e-12)
+    bias = model[0].bias  # stays dense
+    assert optimizer._exchanges[0]._exchange.last_preconditioned == {0, 2} and bias.grad is not None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad])
+def test_other_adaptive_optimizers_are_warned_of(kind):
+    model = model_of()
+    with pytest.warns(UserWarning, match=f"{kind.__name__} divides by"):
+        wrap(model, optimizer=kind)
+    with pytest.raises(ValueError, match="keeps no exp_avg_sq"):
+        wrap(model, hvd.Compression.quantized(precondition="adam"), optimizer=kind)
+    with pytest.warns(UserWarning, match="Adam divides by"):
+        wrap(model, hvd.Compression.quantized(precondition="none"), optimizer=torch.optim.Adam)
+    with pytest.raises(ValueError, match="precondition is 'sgd'"):
+        hvd.Compression.quantized(precondition="sgd")
+
+
+def test_plain_arrays_with_a_second_moment():
+    class Adam:
+        def __init__(self):
+            self.weights, self.moments, self.num_steps = np.zeros((30, 40), np.float32), None, 0
+
+        def step(self, gradients):
+            self.num_steps += 1
+            square = gradients["w"] ** 2 * (SMALL.moment_correction(hvd.size()) if self.num_steps > 20 else 1)
+            self.moments = square if self.moments is None else 0.99 * self.moments + 0.01 * square
+            self.weights -= 0.01 * gradients["w"] / (np.sqrt(self.moments) + 1e-8)
+
+    plain = Adam()
+    wrapped = hvdlite.DistributedOptimizer(plain, compression=SMALL, second_moment=lambda name: plain.moments)
+    target = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
+    noise = np.random.default_rng(1 + hvd.rank())
+    for _ in range(300):
+        wrapped.step({"w": plain.weights - target + 0.1 * noise.standard_normal((30, 40)).astype(np.float32)})
+    assert np.abs(plain.weights - target).mean() < 0.1
+    assert (hvd.allgather(torch.from_numpy(plain.weights)[None], name="plain").numpy() == plain.weights).all()
