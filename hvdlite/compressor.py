@@ -189,9 +189,7 @@ class Compression:
 
 
 def checked(compression: Any) -> Any:
-    """Return a compressor that can be used, none for None. Raises: TypeError for anything else."""
-    if compression is None:
-        return NoneCompressor
+    """Return a compressor that can be used. Raises: TypeError for anything else."""
     if compression is Quantized:
         return Compression.onebit
     if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
@@ -203,7 +201,7 @@ def checked(compression: Any) -> Any:
 
 def compressed_allreduce(call: Submission, compression: Any, *, in_place: bool, **arguments: Any) -> Handle:
     """Queue an allreduce whose tensors travel as ``compression`` says; its result is in their own dtypes."""
-    compression = checked(compression)
+    compression = NoneCompressor if compression is None else checked(compression)
     if isinstance(compression, Quantized):
         return submission.allreduce(call, in_place=in_place, compressor=compression.wire_name, **arguments)
     if compression is NoneCompressor:

@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdlite import submission
 from hvdlite.adapters import adapter_for
-from hvdlite.compressor import Quantized, checked
+from hvdlite.compressor import NoneCompressor, Quantized, checked
 from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
 from hvdlite.fusion import plan_gradient_buckets
 from hvdlite.handle import Handle
@@ -226,7 +226,7 @@ class PlainOptimizer:
         ``compression.moment_correction(num_ranks)`` where they enter that mean."""
         self.optimizer = optimizer
         self._second_moment = second_moment
-        self._compression = checked(compression)
+        self._compression = NoneCompressor if compression is None else checked(compression)
         self._quantized = self._compression if isinstance(self._compression, Quantized) else None
         self._op = op
         self._process_set = process_set

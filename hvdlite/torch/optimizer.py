@@ -41,6 +41,8 @@ def DistributedOptimizer(
     """
     _check_arguments(op, gradient_predivide_factor, backward_passes_per_step, process_set)
     compression = checked(compression)
+    if isinstance(compression, Quantized) and op == ReduceOp.Adasum:
+        raise InvalidRequestError("op=Adasum with quantised compression: its combination is no sum: use Compression.fp16 or none")
     moment = _second_moment(optimizer, compression)
     options = ExchangeOptions(compression, ReduceOp(op), gradient_predivide_factor, sparse_as_dense, process_set, moment)
     if num_groups:

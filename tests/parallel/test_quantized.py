@@ -328,6 +328,10 @@ def test_other_adaptive_optimizers_are_warned_of(kind):
         wrap(model, hvd.Compression.quantized(precondition="adam"), optimizer=kind)
     with pytest.warns(UserWarning, match="Adam divides by"):
         wrap(model, hvd.Compression.quantized(precondition="none"), optimizer=torch.optim.Adam)
+    with pytest.raises(ValueError, match="op=Adasum with quantised"):
+        wrap(model, op=hvd.Adasum)
+    with pytest.raises(NotImplementedError, match="pass this as compression="):
+        hvd.reducescatter(torch.ones(4, 4), compression=SMALL)
     with pytest.raises(ValueError, match="precondition is 'sgd'"):
         hvd.Compression.quantized(precondition="sgd")
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import numpy_digits
 from digits import load_digits, shard
 
-RANKS = (1, 2, 3)
+RANKS = (2, 3)
 STEPS, BATCH = 50, 48
 
 
