@@ -151,8 +151,9 @@ def test_from_another_thread():
 
 
 SCRIPT = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from hvdlite.launch.run import run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background of a shell
 
 class Mine(Exception):
     pass
