@@ -1,7 +1,8 @@
-"""Runs every file of tests/parallel under hvdrun, with each number of ranks it asks for.
+"""Runs tests/parallel under hvdrun: one job for each number of ranks that files ask for.
 
-A file says ``RANKS = (1, 2, 3)``; all its tests run on every rank, in the same order. ``-m`` goes
-for them too.
+A file says ``RANKS = (1, 2, 3)``; all its tests run on every rank, in the same order. With
+``ALONE = True`` it gets jobs of its own: what it sets or measures does not stand others beside it.
+``-m`` goes for them too.
 """
 
 import ast
@@ -10,20 +11,26 @@ import sys
 import pytest
 from ranks import ROOT, hvdrun
 
-FILES = sorted((ROOT / "tests" / "parallel").glob("test_*.py"))
+
+def _jobs():
+    """The files of each job, by its name."""
+    jobs = {}
+    for path in sorted((ROOT / "tests" / "parallel").glob("test_*.py")):
+        said = {
+            ast.unparse(node.targets[0]): node.value for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)}
+        assert "RANKS" in said, f"{path}: RANKS is missing"
+        for ranks in ast.literal_eval(said["RANKS"]):
+            jobs.setdefault((path.stem if "ALONE" in said else "together", ranks), []).append(path)
+    return {f"{name}-np{ranks}": (ranks, paths) for (name, ranks), paths in sorted(jobs.items())}
 
 
-def _ranks(path):
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANKS":
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"{path}: RANKS is missing")
+JOBS = _jobs()
 
 
-@pytest.mark.parametrize("path, ranks", [(path, n) for path in FILES for n in _ranks(path)],
-                         ids=lambda value: value.stem if hasattr(value, "stem") else f"np{value}")
-def test_under_hvdrun(path, ranks, pytestconfig):
-    markers = pytestconfig.getoption("-m")
-    done = hvdrun(ranks, sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", path, "-m", markers, timeout_s=240)
+@pytest.mark.parametrize("name", JOBS)
+def test_under_hvdrun(name, pytestconfig):
+    ranks, paths = JOBS[name]
+    options = ["-x", "-v", "--durations=8", "-p", "no:cacheprovider", "-m", pytestconfig.getoption("-m")]
+    done = hvdrun(ranks, sys.executable, "-m", "pytest", *options, *paths, timeout_s=120 + 60 * len(paths))
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     assert "no tests ran" not in done.stdout

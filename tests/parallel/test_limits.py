@@ -10,6 +10,7 @@ import pytest
 import hvdlite as hvd
 
 RANKS = (2, 3)
+ALONE = True
 
 
 @pytest.mark.parametrize("count", [999, 1000, 1001, 2500])

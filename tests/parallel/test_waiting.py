@@ -1,4 +1,4 @@
-"""What waiting costs; the best of three, because the machine has other work too. tools/bench_runtime.py prints the figures."""
+"""What waiting costs; the best of several, because the machine has other work too. tools/bench_runtime.py prints the figures."""
 
 import time
 
@@ -7,6 +7,7 @@ import numpy as np
 import hvdlite
 
 RANKS = (2,)
+ALONE = True
 
 
 def _percent_of_a_core(what):
@@ -17,7 +18,11 @@ def _percent_of_a_core(what):
 
 def test_doing_nothing():
     hvdlite.barrier()
-    assert min(_percent_of_a_core(lambda: time.sleep(4)) for _ in range(3)) < 1  # measured 0.7
+    shares = []
+    while not shares or (min(shares) >= 1 and len(shares) < 6):  # measured 0.7
+        mine = _percent_of_a_core(lambda: time.sleep(4))
+        shares.append(float(hvdlite.allreduce(mine, op=hvdlite.Max, name="share")))
+    assert min(shares) < 1
 
 
 def test_waiting_for_a_late_rank():
