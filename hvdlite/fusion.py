@@ -97,7 +97,7 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
                 closed.append((request, dtype, [item]))
                 continue
             kind = _fusion_kind(slot, request, dtype)
-            if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes:
+            if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes and not _is_quantized(request):
                 del open_buckets[kind]
             if kind not in open_buckets:
                 open_buckets[kind] = []
@@ -117,8 +117,9 @@ def _with_finishes(buckets: list[Bucket]) -> tuple[Bucket, ...]:
 
 
 def _fusion_kind(slot: int, request: Request, dtype: str) -> tuple[object, ...]:
-    """Tensors of equal kind may share a bucket; those of a group only with one another."""
-    group = -1 if len(request.shapes) == 1 else slot
+    """Tensors of equal kind may share a bucket; those of a group only with one another, unless they are quantised: then no
+    bucket changes a result, nothing is packed, and one long exchange keeps the wire busier than several short ones."""
+    group = -1 if len(request.shapes) == 1 or _is_quantized(request) else slot
     return (group, dtype, request.key.process_set_id, request.op, request.prescale, request.postscale,
             request.device, request.compressor)
 
@@ -136,6 +137,10 @@ def as_dense(bucket: Bucket) -> tuple[Bucket, ...]:
             segments.append(one._replace(offset_bytes=offset))
             offset += _aligned(one.num_elements * item_bytes)
     return (*made, *([Bucket(request, bucket.dtype, tuple(segments), offset)] if segments else []))
+
+
+def _is_quantized(request: Request) -> bool:
+    return request.compressor.startswith("quantized")
 
 
 def _aligned(size: int) -> int:

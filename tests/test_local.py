@@ -12,6 +12,7 @@ from ranks import Rank, run_ranks
 from hvdlite import adapters, background
 from hvdlite.config import Config
 from hvdlite.control.local import LocalGroup
+from hvdlite.dataplane.halves import SEGMENT_ELEMENTS
 from hvdlite.errors import (
     DuplicateNameError,
     InternalError,
@@ -52,6 +53,21 @@ def test_many_tensors_of_all_dtypes_fuse_to_the_right_values(size):
 
     for threshold in (0, 64, 1000, 1 << 22):
         run_ranks(size, body, Config(heartbeat_ms=5, fusion_threshold_bytes=threshold))
+
+
+@pytest.mark.parametrize("size, count", [(2, 2 * SEGMENT_ELEMENTS + 1), (3, 10 * SEGMENT_ELEMENTS - 1), (4, 28 * SEGMENT_ELEMENTS)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_long_float16_sums_are_float32_sums_in_the_order_of_ranks(size, count, in_place):
+    values = [np.random.default_rng([rank, count]).standard_normal(count).astype(np.float16) for rank in range(size)]
+    expected = np.zeros(count, np.float32)
+    for one in values:
+        expected += one
+
+    def body(rank):
+        return rank.allreduce_async(values[rank.rank].copy(), name="long", op=ReduceOp.Sum, in_place=in_place).wait(20)
+
+    for result in run_ranks(size, body, FAST):
+        assert np.array_equal(result.view(np.uint16), expected.astype(np.float16).view(np.uint16))
 
 
 def test_different_orders_and_threads():

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 import hvdlite
+from hvdlite.adapters.numpy import cast
 from hvdlite.optimizer import GradientExchange, GradientSpec
 from hvdlite.runtime import default_runtime
 
@@ -110,11 +111,11 @@ def call_of(way: str, size: str, gradients: list[np.ndarray]) -> tuple[list[np.n
     exchange = GradientExchange(specs, label=default_runtime().label(f"bench.{way}"), in_place=True, compression=quantized)
 
     def run() -> None:
-        halves = [one.astype(np.float16) for one in arrays] if casts else arrays
+        halves = [cast(one, "float16") for one in arrays] if casts else arrays
         results = exchange.finish(lambda index: halves[index])
         if casts:
             for index, one in enumerate(arrays):
-                np.copyto(one, results[index])
+                np.copyto(one, cast(results[index], "float32"))
 
     return arrays, run
 
