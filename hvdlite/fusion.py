@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ from hvdlite.message import Collective, Request
 #: Bytes from which a tensor is exchanged where it lies instead of being packed. Chosen near where copying a
 #: tensor twice costs as much as one more collective over shared memory; see tools/bench_runtime.py.
 DIRECT_BYTES = 32 * 1024
+
+#: The most that is packed of a compressed bucket that travels densely. Chosen: it stays in cache.
+PACKED_BYTES = 2 << 20
 
 #: Every packed tensor starts at a multiple of this many bytes, so that no dtype is misaligned.
 ALIGNMENT_BYTES = 64
@@ -60,6 +63,16 @@ class Bucket:
         """How timelines call it: by its first tensor."""
         return self.request.label
 
+    @cached_property
+    def num_elements(self) -> int:
+        """Of all tensors."""
+        return sum(one.num_elements for one in self.segments)
+
+    @cached_property
+    def dense(self) -> tuple[Bucket, ...]:
+        """The buckets in which the tensors of a compressed one travel when they are not: large ones alone, where they lie."""
+        return tuple(_as_dense(self))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -97,7 +110,7 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
                 closed.append((request, dtype, [item]))
                 continue
             kind = _fusion_kind(slot, request, dtype)
-            if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes and not _is_quantized(request):
+            if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes and not _is_free(request):
                 del open_buckets[kind]
             if kind not in open_buckets:
                 open_buckets[kind] = []
@@ -117,30 +130,38 @@ def _with_finishes(buckets: list[Bucket]) -> tuple[Bucket, ...]:
 
 
 def _fusion_kind(slot: int, request: Request, dtype: str) -> tuple[object, ...]:
-    """Tensors of equal kind may share a bucket; those of a group only with one another, unless they are quantised: then no
-    bucket changes a result, nothing is packed, and one long exchange keeps the wire busier than several short ones."""
-    group = -1 if len(request.shapes) == 1 or _is_quantized(request) else slot
+    """Tensors of equal kind may share a bucket; those of a group only with one another."""
+    group = -1 if len(request.shapes) == 1 or _is_free(request) else slot
     return (group, dtype, request.key.process_set_id, request.op, request.prescale, request.postscale,
             request.device, request.compressor)
 
 
-@lru_cache(256)
-def as_dense(bucket: Bucket) -> tuple[Bucket, ...]:
-    """The buckets in which the tensors of a compressed one travel when they are not: large ones alone, where they lie."""
+def _as_dense(bucket: Bucket) -> list[Bucket]:
     request = bucket.request._replace(compressor="none")
     item_bytes = ITEM_BYTES[bucket.dtype]
-    large = [one for one in bucket.segments if one.num_elements * item_bytes >= DIRECT_BYTES]
-    made = [Bucket(request, bucket.dtype, (one._replace(offset_bytes=0),), one.num_elements * item_bytes) for one in large]
-    segments, offset = [], 0
+    alone: list[Bucket] = []
+    packed: list[Bucket] = []
+    segments: list[Segment] = []
+    offset = 0
     for one in bucket.segments:
-        if one.num_elements * item_bytes < DIRECT_BYTES:
-            segments.append(one._replace(offset_bytes=offset))
-            offset += _aligned(one.num_elements * item_bytes)
-    return (*made, *([Bucket(request, bucket.dtype, tuple(segments), offset)] if segments else []))
+        size = one.num_elements * item_bytes
+        if size >= DIRECT_BYTES:
+            alone.append(Bucket(request, bucket.dtype, (one._replace(offset_bytes=0),), size))
+            continue
+        if segments and offset + _aligned(size) > PACKED_BYTES:
+            packed.append(Bucket(request, bucket.dtype, tuple(segments), offset))
+            segments, offset = [], 0
+        segments.append(one._replace(offset_bytes=offset))
+        offset += _aligned(size)
+    if segments:
+        packed.append(Bucket(request, bucket.dtype, tuple(segments), offset))
+    return alone + packed
 
 
-def _is_quantized(request: Request) -> bool:
-    return request.compressor.startswith("quantized")
+def _is_free(request: Request) -> bool:
+    """Whether tensors share a bucket whatever their number and group: where they are quantised no bucket changes a result,
+    nothing is packed, and one long exchange keeps the wire busier than several short ones."""
+    return request.compressor == "auto" or request.compressor.startswith("quantized")
 
 
 def _aligned(size: int) -> int:

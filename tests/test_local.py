@@ -55,7 +55,8 @@ def test_many_tensors_of_all_dtypes_fuse_to_the_right_values(size):
         run_ranks(size, body, Config(heartbeat_ms=5, fusion_threshold_bytes=threshold))
 
 
-@pytest.mark.parametrize("size, count", [(2, 2 * SEGMENT_ELEMENTS + 1), (3, 10 * SEGMENT_ELEMENTS - 1), (4, 28 * SEGMENT_ELEMENTS)])
+@pytest.mark.parametrize(
+    "size, count", [(2, 2 * SEGMENT_ELEMENTS + 1), (3, 10 * SEGMENT_ELEMENTS - 1), (4, 28 * SEGMENT_ELEMENTS)])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_long_float16_sums_are_float32_sums_in_the_order_of_ranks(size, count, in_place):
     values = [np.random.default_rng([rank, count]).standard_normal(count).astype(np.float16) for rank in range(size)]

@@ -1,17 +1,21 @@
 """The quantised exchange in the runtime, with ranks as threads: values, residuals, buckets, what is not finite."""
 
+import time
+from functools import partial
+
 import numpy as np
 import pytest
 from ranks import run_ranks
 
 from hvdlite import adapters
-from hvdlite.collectives import auto
+from hvdlite.collectives import auto, quantized
+from hvdlite.collectives.measure import time_ways
 from hvdlite.compression import codec, policy
 from hvdlite.compression.spec import CodecSpec
 from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
 from hvdlite.errors import InvalidRequestError, MismatchError
-from hvdlite.fusion import as_dense, compile_plan
+from hvdlite.fusion import compile_plan
 from hvdlite.message import Collective, Key, ReduceOp, Request
 from hvdlite.submission import Submission
 
@@ -295,7 +299,7 @@ class Fixed:
         self.seconds = seconds
         self.num_calls = 0
 
-    def __call__(self, plane):
+    def __call__(self, plane, workspace):
         self.num_calls += 1
         return {way: [(1000, 1000 * one), (10**6, 10**6 * one)] for way, one in self.seconds.items()}
 
@@ -320,13 +324,14 @@ def test_auto_takes_the_fastest_way_and_no_residual_where_it_is_dense(monkeypatc
 
 def test_auto_measures_again_and_what_was_left_over_is_sent_when_it_changes(monkeypatch):
     monkeypatch.setattr(auto, "MEASURE_EVERY", 4)
+    monkeypatch.setattr(auto, "MEASURE_SHARE", 1e9)
     steps = 8
     measured = [Fixed(fp32=9, fp16=9, quantized=1), Fixed(fp32=1, fp16=9, quantized=9)]
 
-    def measure(plane):
+    def measure(plane, workspace):
         first = not hasattr(plane, "was_measured")
         plane.was_measured = True
-        return measured[0 if first else 1](plane)
+        return measured[0 if first else 1](plane, workspace)
 
     monkeypatch.setattr(auto, "measure", measure)
 
@@ -338,6 +343,48 @@ def test_auto_measures_again_and_what_was_left_over_is_sent_when_it_changes(monk
     exact = sum(gaussian(r, 3000, step) for r in range(2) for step in range(steps))
     for total in run_ranks(2, body):
         np.testing.assert_allclose(total, exact, atol=1e-4)  # nothing was lost on the way to dense
+
+
+def test_measuring_takes_a_small_share_of_the_time(monkeypatch):
+    monkeypatch.setattr(auto, "MEASURE_EVERY", 10)
+    monkeypatch.setattr(auto, "MEASURE_SHARE", 0.5)
+    measure = Fixed(fp32=1, fp16=9, quantized=9)
+
+    def slowly(plane, workspace):
+        time.sleep(0.1)
+        return measure(plane, workspace)
+
+    monkeypatch.setattr(auto, "measure", slowly)
+
+    def body(rank):
+        started = time.monotonic()
+        for _ in range(300):
+            allreduce(rank, np.ones(100, np.float32), "x", Compression.auto)
+            time.sleep(0.002)
+        return time.monotonic() - started
+
+    seconds = max(run_ranks(2, body))
+    assert 2 <= measure.num_calls / 2 <= 2 + seconds / 0.2
+
+
+def test_the_schedule_that_is_faster_is_taken_once_and_by_all(monkeypatch):
+    for ring, chosen in ((0.9, "two_shot"), (0.8, "ring")):
+        asked = []
+
+        def timed(plane, prepare, sizes, ring=ring, asked=asked):
+            asked.append(plane.rank)
+            return {"two_shot": [(1, 1.0), (2, 1.0)], "ring": [(1, 9.0), (2, ring)]}
+
+        monkeypatch.setattr(quantized, "time_ways", timed)
+
+        def body(rank, chosen=chosen):
+            got = [allreduce(rank, gaussian(rank.rank, 3000, step), "x").tobytes() for step in range(2)]
+            return got, [allreduce(rank, gaussian(rank.rank, 3000, step), "y", Compression.quantized(schedule=chosen)).tobytes()
+                         for step in range(2)]
+
+        results = run_ranks(3, body)
+        assert all(open_ == forced for open_, forced in results) and results == [results[0]] * 3
+        assert sorted(asked) == [0, 1, 2]
 
 
 def test_values_too_large_for_float16_go_as_float32(monkeypatch):
@@ -354,7 +401,7 @@ def test_values_too_large_for_float16_go_as_float32(monkeypatch):
 
 @pytest.mark.parametrize("hosts", [(), (0, 0, 1, 1)])
 def test_a_real_measurement_is_the_same_on_all_ranks(hosts, monkeypatch):
-    monkeypatch.setattr(auto, "PROBE_BYTES", (4096, 65536))
+    monkeypatch.setattr(auto, "time_ways", partial(time_ways, sizes=(4096, 65536)))
 
     def body(rank):
         for n in (100, 30_000):
@@ -379,6 +426,9 @@ def test_the_line_through_what_was_measured():
 def test_a_bucket_that_stays_dense_packs_small_tensors_only():
     request = Request(Key(0, "allreduce", "g"), ("float32",) * 4, ((10,), (10_000,), (0,), (30,)), compressor="auto")
     (bucket,) = compile_plan([(0, request)], 1 << 20).buckets
-    large, small = as_dense(bucket)
+    large, small = bucket.dense
     assert [one.tensor_index for one in large.segments] == [1] and large.request.compressor == "none"
     assert [(one.tensor_index, one.offset_bytes) for one in small.segments] == [(0, 0), (2, 64), (3, 64)]
+    request = Request(Key(0, "allreduce", "g"), ("float32",) * 1000, ((1024,),) * 1000, compressor="auto")
+    (bucket,) = compile_plan([(0, request)], 1 << 20).buckets
+    assert [(len(one.segments), one.num_bytes) for one in bucket.dense] == [(512, 2 << 20), (488, 488 * 4096)]

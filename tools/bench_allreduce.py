@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Allreduce: sizes x ways, each in turn within every round, so that what disturbs the machine disturbs all. Run it under hvdrun.
+"""Allreduce: sizes x ways, each within every round in a random order, so that what disturbs the machine or fills a link's
+queue disturbs all. Run it under hvdrun.
 
     hvdrun -np 2 python tools/bench_allreduce.py --sizes 1MB,16MB,resnet50 --ways fp32,fp16,onebit:two_shot
     tools/netlab run --hosts 2 --rate 1gbit -- hvdrun -np 2 python tools/bench_allreduce.py --sizes resnet50 --json out.json
@@ -11,7 +12,8 @@ beside them. ``--dtypes`` of the tensors.
 
 algbw: bytes of the tensors in their own dtype per second; busbw: times 2 (n - 1) / n. Bytes on the wire are counted at
 the interface (--interface, default e0 where netlab made it): what this rank's host sent. Ratios are medians over the
-rounds of a way's time divided by the first way's time in the same round.
+rounds of a way's time divided by the first way's time in the same round; for auto also divided by the best other way's,
+with the 95 % interval (bootstrap).
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def measure(size: str, dtype: str, options: argparse.Namespace) -> list[dict[str
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     sent: dict[str, list[int]] = {way: [] for way in ways}
     for number in range(options.rounds + 1):
-        for way in ways:
+        for way in np.random.default_rng(number).permutation(ways):
             for one, fresh in zip(gradients, calls[way][0], strict=True):
                 np.copyto(fresh, one)
             hvdlite.barrier()
@@ -212,6 +214,14 @@ def table(found: list[dict[str, Any]]) -> str:
         lines.append(
             f"{one['size']:>10} {one['dtype']:9}{one['way']:18}{1e3 * one['median_s']:10.2f}{1e3 * min(one['seconds']):9.2f}"
             f"{one['ratio']:8.3f}{one['algbw_gb_s']:11.3f}{one['busbw_gb_s']:7.3f}{wire:>12}")
+    for size, dtype in dict.fromkeys((one["size"], one["dtype"]) for one in found):
+        ways = {one["way"]: one for one in found if (one["size"], one["dtype"]) == (size, dtype)}
+        if "auto" in ways and len(ways) > 1:
+            best = min((one for one in ways.values() if one["way"] != "auto"), key=lambda one: one["median_s"])
+            ratios = np.array(ways["auto"]["seconds"]) / np.array(best["seconds"])
+            drawn = np.median(np.random.default_rng(0).choice(ratios, (10_000, len(ratios))), axis=1)
+            low, high = np.percentile(drawn, [2.5, 97.5])
+            lines.append(f"{size} {dtype}: auto / {best['way']} {np.median(ratios):.3f} [{low:.3f}, {high:.3f}]")
     return "\n".join(lines)
 
 

@@ -10,13 +10,16 @@ ranks, all exchange directly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
 from hvdlite import kernels
 from hvdlite.buffer import NUMPY_DTYPES
+from hvdlite.collectives.measure import time_ways
 from hvdlite.collectives.scaling import scale
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.compression.exchange import ExchangeSpec, owned_groups
@@ -30,6 +33,12 @@ from hvdlite.message import Key, ReduceOp, Request
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.phase import Phase
 
+_log = logging.getLogger("hvdlite")
+
+#: What the schedules are timed on, in bytes of float32; and what the ring must gain to be taken. Chosen: it is the one of more
+#: hops and quantisations, and of two equals the same should be taken in every run.
+SCHEDULE_PROBE_BYTES, LEAST_GAIN_OF_THE_RING = (256 << 10, 4 << 20), 0.15
+
 
 def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> None:
     """Run one bucket; afterwards every segment's output holds the result."""
@@ -42,12 +51,9 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         return
     exchange = ExchangeSpec.parse(request.compressor)
     keys, tensors = _find_tensors(bucket, entries, workspace, exchange)
+    exchange = with_schedule(plane, exchange, workspace)
     with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
-        levels = plane.levels()
-        if levels is None:
-            is_finite = quantized.allreduce(plane, exchange, tensors, factor)
-        else:
-            is_finite = allreduce_by_hosts(*levels, exchange, tensors, factor)
+        is_finite = allreduce(plane, exchange, tensors, factor)
     workspace.residuals.end({key: bool(finite) for key, finite in zip(keys, is_finite, strict=True) if key is not None})
 
 
@@ -96,6 +102,65 @@ def _find_tensors(
     addresses = np.array(found, np.int64).T
     sizes = tuple(one.num_elements for one in bucket.segments)
     return keys, Tensors(tuple(names), sizes, bucket.dtype, NUMPY_DTYPES[bucket.dtype].itemsize, *addresses)
+
+
+def allreduce(plane: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float) -> np.ndarray:
+    """Exchange directly, or where hosts hold several ranks, between hosts."""
+    levels = plane.levels()
+    if levels is None:
+        return quantized.allreduce(plane, exchange, tensors, factor)
+    return allreduce_by_hosts(*levels, exchange, tensors, factor)
+
+
+def with_schedule(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspace) -> ExchangeSpec:
+    """``exchange`` with the schedule that is the faster one on this plane, if it leaves that open. Collective when it is new.
+
+    Measured once: were it chosen bucket by bucket, a result would depend on what shares its bucket.
+    """
+    if exchange.schedule != "auto":
+        return exchange
+    levels = plane.levels()
+    across = plane if levels is None else levels[1]
+    known = workspace.schedules.setdefault(across, {})
+    if exchange not in known:
+        known[exchange] = _faster_schedule(across, exchange)
+    return replace(exchange, schedule=known[exchange])
+
+
+def _faster_schedule(plane: DataPlane, exchange: ExchangeSpec) -> str:
+    if plane.size <= 2:
+        return "two_shot"  # the same messages
+    plain = replace(exchange, is_preconditioned=False)
+
+    def prepare(values: np.ndarray) -> Mapping[str, Callable[[], object]]:
+        tensors, factor, kept = _probe_tensors(plain, values)
+
+        def way(schedule: str) -> Callable[[], object]:
+            forced = replace(plain, schedule=schedule)
+            return lambda: (quantized.allreduce(plane, forced, tensors, factor), kept)
+
+        return {schedule: way(schedule) for schedule in ("two_shot", "ring")}
+
+    seconds = {way: points[-1][1] for way, points in time_ways(plane, prepare, SCHEDULE_PROBE_BYTES).items()}
+    chosen = "ring" if seconds["ring"] < (1 - LEAST_GAIN_OF_THE_RING) * seconds["two_shot"] else "two_shot"
+    if plane.rank == 0:
+        _log.info("schedule of %s on %d ranks: two_shot %.3g ms, ring %.3g ms: %s",
+                  exchange.codec, plane.size, 1e3 * seconds["two_shot"], 1e3 * seconds["ring"], chosen)
+    return chosen
+
+
+def _probe_tensors(exchange: ExchangeSpec, values: np.ndarray) -> tuple[Tensors, float, np.ndarray]:
+    """One tensor with a residual, the factor, and the residual's memory."""
+    kept = np.zeros((2, exchange.codec.padded(len(values))), np.float32)
+    at, residual, shadow = (np.array([one.ctypes.data], np.int64) for one in (values, *kept))
+    return Tensors(("probe",), (len(values),), "float32", 4, at, at, residual, shadow, np.zeros(1, np.int64)), 1.0, kept
+
+
+def probe(plane: DataPlane, exchange: ExchangeSpec, values: np.ndarray, workspace: Workspace) -> Callable[[], object]:
+    """An exchange of values as a bucket of one tensor, to be timed."""
+    exchange = with_schedule(plane, exchange, workspace)
+    tensors, factor, kept = _probe_tensors(exchange, values)
+    return lambda: (allreduce(plane, exchange, tensors, factor), kept)
 
 
 def allreduce_by_hosts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,6 +22,8 @@ class Workspace:
         self.residuals = ResidualStore()
         #: What Compression.auto has measured and decided, by process set.
         self.autos: dict[int, Any] = {}
+        #: The schedule of each quantised exchange that leaves it open, by plane.
+        self.schedules: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
         self._fusion_buffer = np.zeros(0, np.uint8)
 
     def fusion_buffer(self, num_bytes: int) -> np.ndarray:

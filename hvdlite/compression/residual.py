@@ -150,6 +150,10 @@ class ResidualStore:
                 values *= factor
 
     @property
+    def is_empty(self) -> bool:
+        return not self._residuals
+
+    @property
     def num_bytes(self) -> int:
         """What residuals and shadows take."""
         with self._lock:

@@ -49,12 +49,12 @@ class Tensors:
 
 
 def allreduce(plane: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float) -> np.ndarray:
-    """Write the sum times ``factor`` to every tensor's target, and new residuals to the shadows.
+    """Write the sum times ``factor`` to every tensor's target, and new residuals to the shadows. The schedule must be chosen.
 
     Returns of each tensor whether all its final scales are finite, equal on all ranks: only then are the shadows of any use.
     """
     made = _Exchange(plane, exchange, tensors, factor)
-    {"ring": made.ring, "two_shot": made.two_shot, "auto": made.two_shot}[exchange.schedule]()
+    {"ring": made.ring, "two_shot": made.two_shot}[exchange.schedule]()
     made.finish()
     return made.is_finite
 
