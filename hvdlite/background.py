@@ -90,7 +90,7 @@ class Background:
         self._next_process_set_id = 1
         self._timeline = timeline
         self.marks_cycles = config.timeline_mark_cycles
-        self._workspace = Workspace(timeline)
+        self._workspace = Workspace(timeline, config.hierarchical_quantized)
         self._calls: deque[Callable[[], None]] = deque()
         self._rank = control.topology.rank
         self._pending: dict[Key, TensorEntry] = {}

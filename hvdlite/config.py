@@ -122,9 +122,9 @@ class Config:
     log_hide_time: bool = _setting(
         False, _flag, env="LOG_HIDE_TIME", horovod="LOG_HIDE_TIME", flag="--log-without-timestamp",
         help="log without the time of day")
-    hierarchical_quantized: bool = _setting(
-        True, _flag, env="HIERARCHICAL_QUANTIZED", flag=None,
-        help="where hosts hold several ranks each, quantised exchanges sum densely within hosts first")
+    hierarchical_quantized: str = _setting(
+        "auto", _choice("auto", "on", "off"), env="HIERARCHICAL_QUANTIZED", flag=None,
+        help="whether quantised exchanges sum densely within hosts of several ranks first; auto: if that is measured to pay")
     max_mpi_count: int = _setting(
         2**31 - 1, _positive, env="MAX_MPI_COUNT", flag=None,
         help="largest count handed to one MPI call; larger transfers are cut (tests lower it)")

@@ -77,7 +77,7 @@ class Runtime:
         is_shared = topology.local_size == topology.size <= len(os.sched_getaffinity(0))
         is_shared = min(communicator.allgather(is_shared))
         plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count,
-                         hosts=topology.hosts if config.hierarchical_quantized else ())
+                         hosts=topology.hosts)
         return cls(config, control, plane, timeline_of(config, topology.rank, topology.size))
 
     @property

@@ -270,7 +270,7 @@ def test_hosts_of_several_ranks_sum_densely_inside(hosts, dtype):
         assert all(np.array_equal(after[key], before[key]) for key in before) and not after["bad", "bad"].any()
         return got, kept
 
-    everyone = run_ranks(size, body, hosts=hosts)
+    everyone = run_ranks(size, body, Config(heartbeat_ms=5, hierarchical_quantized="on"), hosts=hosts)
     for index, n in enumerate(SIZES):
         for step in range(steps):
             assert len({one[0][step][index].tobytes() for one in everyone}) == 1

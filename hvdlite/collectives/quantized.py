@@ -5,14 +5,14 @@
 Several ranks on each of several hosts: every tensor is cut, in whole groups, for the ranks of a host; each sums its piece
 densely, in the order of ranks, exchanges it with the ranks of other hosts that have the same piece, quantised, and hands the
 result to the ranks of its host. So a host's interface carries what one rank's would. Where hosts hold different numbers of
-ranks, all exchange directly.
+ranks, or it was measured to be slower (many ranks on a processor, a fast network), all exchange directly.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -35,9 +35,9 @@ from hvdlite.timeline.phase import Phase
 
 _log = logging.getLogger("hvdlite")
 
-#: What the schedules are timed on, in bytes of float32; and what the ring must gain to be taken. Chosen: it is the one of more
-#: hops and quantisations, and of two equals the same should be taken in every run.
-SCHEDULE_PROBE_BYTES, LEAST_GAIN_OF_THE_RING = (256 << 10, 4 << 20), 0.15
+#: What routes are timed on, in bytes of float32; and what another than the first must gain to be taken. Chosen: of two that
+#: are about equal the same should be taken in every run, and the first has the fewest quantisations.
+ROUTE_PROBE_BYTES, LEAST_GAIN_OF_OTHERS = (1 << 20, 16 << 20), 0.15
 
 
 def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> None:
@@ -51,9 +51,9 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         return
     exchange = ExchangeSpec.parse(request.compressor)
     keys, tensors = _find_tensors(bucket, entries, workspace, exchange)
-    exchange = with_schedule(plane, exchange, workspace)
+    route = route_of(plane, exchange, workspace)
     with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
-        is_finite = allreduce(plane, exchange, tensors, factor)
+        is_finite = allreduce(plane, route, tensors, factor, workspace)
     workspace.residuals.end({key: bool(finite) for key, finite in zip(keys, is_finite, strict=True) if key is not None})
 
 
@@ -104,49 +104,63 @@ def _find_tensors(
     return keys, Tensors(tuple(names), sizes, bucket.dtype, NUMPY_DTYPES[bucket.dtype].itemsize, *addresses)
 
 
-def allreduce(plane: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float) -> np.ndarray:
-    """Exchange directly, or where hosts hold several ranks, between hosts."""
-    levels = plane.levels()
+@dataclass(frozen=True)
+class Route:
+    """The schedule of a quantised exchange, and whether hosts sum densely inside first; ``exchange`` has the schedule."""
+
+    exchange: ExchangeSpec
+    by_hosts: bool
+
+    def __str__(self) -> str:
+        return f"{self.exchange.schedule}{' between hosts' if self.by_hosts else ''}"
+
+
+def allreduce(plane: DataPlane, route: Route, tensors: Tensors, factor: float, workspace: Workspace) -> np.ndarray:
+    """Exchange directly, or between hosts."""
+    levels = plane.levels() if route.by_hosts else None
     if levels is None:
-        return quantized.allreduce(plane, exchange, tensors, factor)
-    return allreduce_by_hosts(*levels, exchange, tensors, factor)
+        return quantized.allreduce(plane, route.exchange, tensors, factor)
+    return allreduce_by_hosts(*levels, route.exchange, tensors, factor, workspace)
 
 
-def with_schedule(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspace) -> ExchangeSpec:
-    """``exchange`` with the schedule that is the faster one on this plane, if it leaves that open. Collective when it is new.
+def route_of(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspace) -> Route:
+    """The way of this exchange that is the fastest one on this plane, of those that are left open. Collective when it is new.
 
     Measured once: were it chosen bucket by bucket, a result would depend on what shares its bucket.
     """
-    if exchange.schedule != "auto":
-        return exchange
-    levels = plane.levels()
-    across = plane if levels is None else levels[1]
-    known = workspace.schedules.setdefault(across, {})
+    known = workspace.routes.setdefault(plane, {})
     if exchange not in known:
-        known[exchange] = _faster_schedule(across, exchange)
-    return replace(exchange, schedule=known[exchange])
+        known[exchange] = _fastest_route(plane, exchange, workspace)
+    return known[exchange]
 
 
-def _faster_schedule(plane: DataPlane, exchange: ExchangeSpec) -> str:
-    if plane.size <= 2:
-        return "two_shot"  # the same messages
+def _fastest_route(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspace) -> Route:
+    """Of those that are as good, the first one."""
+    levels = None if workspace.hierarchical == "off" else plane.levels()
+    inside = [] if levels is None else [(True, levels[1].size)]
+    direct = [] if inside and workspace.hierarchical == "on" else [(False, plane.size)]
+    open_ones = ("two_shot", "ring") if exchange.schedule == "auto" else (exchange.schedule,)
     plain = replace(exchange, is_preconditioned=False)
+    routes = {}
+    for by_hosts, num_ranks in inside + direct:
+        for schedule in open_ones[:1] if num_ranks == 2 else open_ones:  # two ranks send the same messages in both
+            route = Route(replace(plain, schedule=schedule), by_hosts)
+            routes[str(route)] = route
+    first = next(iter(routes))
+    chosen = first
+    if len(routes) > 1:
 
-    def prepare(values: np.ndarray) -> Mapping[str, Callable[[], object]]:
-        tensors, factor, kept = _probe_tensors(plain, values)
+        def prepare(values: np.ndarray) -> Mapping[str, Callable[[], object]]:
+            return {name: _probe(plane, route, values, workspace) for name, route in routes.items()}
 
-        def way(schedule: str) -> Callable[[], object]:
-            forced = replace(plain, schedule=schedule)
-            return lambda: (quantized.allreduce(plane, forced, tensors, factor), kept)
-
-        return {schedule: way(schedule) for schedule in ("two_shot", "ring")}
-
-    seconds = {way: points[-1][1] for way, points in time_ways(plane, prepare, SCHEDULE_PROBE_BYTES).items()}
-    chosen = "ring" if seconds["ring"] < (1 - LEAST_GAIN_OF_THE_RING) * seconds["two_shot"] else "two_shot"
-    if plane.rank == 0:
-        _log.info("schedule of %s on %d ranks: two_shot %.3g ms, ring %.3g ms: %s",
-                  exchange.codec, plane.size, 1e3 * seconds["two_shot"], 1e3 * seconds["ring"], chosen)
-    return chosen
+        seconds = {name: points[-1][1] for name, points in time_ways(plane, prepare, ROUTE_PROBE_BYTES).items()}
+        fastest = min(seconds, key=seconds.__getitem__)
+        if seconds[fastest] < (1 - LEAST_GAIN_OF_OTHERS) * seconds[first]:
+            chosen = fastest
+        if plane.rank == 0:
+            _log.info("schedule of %s on %d ranks: %s: %s", exchange.codec, plane.size,
+                      ", ".join(f"{name} {1e3 * one:.3g} ms" for name, one in seconds.items()), chosen)
+    return Route(replace(exchange, schedule=routes[chosen].exchange.schedule), routes[chosen].by_hosts)
 
 
 def _probe_tensors(exchange: ExchangeSpec, values: np.ndarray) -> tuple[Tensors, float, np.ndarray]:
@@ -158,24 +172,29 @@ def _probe_tensors(exchange: ExchangeSpec, values: np.ndarray) -> tuple[Tensors,
 
 def probe(plane: DataPlane, exchange: ExchangeSpec, values: np.ndarray, workspace: Workspace) -> Callable[[], object]:
     """An exchange of values as a bucket of one tensor, to be timed."""
-    exchange = with_schedule(plane, exchange, workspace)
-    tensors, factor, kept = _probe_tensors(exchange, values)
-    return lambda: (allreduce(plane, exchange, tensors, factor), kept)
+    return _probe(plane, route_of(plane, exchange, workspace), values, workspace)
+
+
+def _probe(plane: DataPlane, route: Route, values: np.ndarray, workspace: Workspace) -> Callable[[], object]:
+    tensors, factor, kept = _probe_tensors(route.exchange, values)
+    return lambda: (allreduce(plane, route, tensors, factor, workspace), kept)
 
 
 def allreduce_by_hosts(
-    local: DataPlane, cross: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float
+    local: DataPlane, cross: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float, workspace: Workspace
 ) -> np.ndarray:
     """Sum within hosts, exchange between them, hand out within hosts."""
     cuts = np.array([_cuts(size, name, local.size) for size, name in zip(tensors.sizes, tensors.names, strict=True)])
     pieces = cuts[:, 1:] - cuts[:, :-1]  # (tensors, ranks of the host), in elements
     counts = pieces.sum(axis=0)
     dtype = NUMPY_DTYPES[tensors.dtype]
-    packed = np.empty(counts.sum(), dtype)
+    # Scratch that stays: fresh memory of this size costs as much time as the sums.
+    num_packed, num_rows = int(counts.sum()), local.size * int(counts[local.rank])
+    scratch = workspace.fusion_buffer((num_packed + num_rows) * tensors.item_bytes).view(dtype)
+    packed, rows = scratch[:num_packed], scratch[num_packed:].reshape(local.size, -1)
     places, sizes = _places(pieces, tensors.item_bytes)
     offsets = (cuts[:, :-1] * tensors.item_bytes).T.reshape(-1)
     kernels.pack(_each(tensors.sources, local.size) + offsets.astype(np.uint64), sizes, places, packed.ctypes.data)
-    rows = np.empty((local.size, counts[local.rank]), dtype)
     local.alltoall(packed, rows.reshape(-1), np.tile(counts, (local.size, 1)))
     mine = _sum_in_order(rows, tensors.dtype)
 
@@ -214,11 +233,11 @@ def _each(addresses: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _sum_in_order(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Add up the ranks' rows in float32, or float64, in the order of ranks; as float32."""
-    total = widened(rows[0], dtype).copy()
+    """Add up the ranks' rows in float32, or float64, in the order of ranks; as float32. Float rows may be overwritten."""
+    total = widened(rows[0], dtype)
     for row in rows[1:]:
         total += widened(row, dtype)
-    return total.astype(np.float32)
+    return total.astype(np.float32, copy=False)
 
 
 def widened(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -17,13 +17,15 @@ class Workspace:
     *Threads*: the background thread only.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, hierarchical: str = "auto") -> None:
+        """``hierarchical``: on, off or auto, whether hosts of several ranks sum densely inside before they quantise."""
         self.timeline = timeline
         self.residuals = ResidualStore()
         #: What Compression.auto has measured and decided, by process set.
         self.autos: dict[int, Any] = {}
-        #: The schedule of each quantised exchange that leaves it open, by plane.
-        self.schedules: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
+        self.hierarchical = hierarchical
+        #: How each quantised exchange travels, by plane.
+        self.routes: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self._fusion_buffer = np.zeros(0, np.uint8)
 
     def fusion_buffer(self, num_bytes: int) -> np.ndarray:

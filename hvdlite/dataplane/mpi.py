@@ -87,8 +87,13 @@ class MpiPlane:
             # Both bounds look at every rank's totals, so that all ranks take the same way.
             if max(counts.sum(axis=0).max(), counts.sum(axis=1).max()) <= self._max_count:
                 datatype = self._datatype(target)
-                send = [source, sent.tolist(), offsets(sent)[:-1].tolist(), datatype]
-                receive = [target, received.tolist(), offsets(received)[:-1].tolist(), datatype]
+                send_from, receive_at = offsets(sent), offsets(received)
+                # Its own part is copied: some MPIs send it to themselves, 8 KB per test (25 MB took 700 ms, not 10).
+                own = slice(send_from[self.rank], send_from[self.rank + 1])
+                target[receive_at[self.rank] : receive_at[self.rank + 1]] = source[own]
+                to_others = np.arange(self.size) != self.rank
+                send = [source, (sent * to_others).tolist(), send_from[:-1].tolist(), datatype]
+                receive = [target, (received * to_others).tolist(), receive_at[:-1].tolist(), datatype]
                 self._complete(self._communicator.Ialltoallv(send, receive))
                 return
             self._alltoall_in_pieces(source, target, sent, received)
