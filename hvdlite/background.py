@@ -14,6 +14,7 @@ e) complete the handles.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import threading
@@ -472,7 +473,10 @@ class Background:
             self.is_clean, self.lost_ranks = False, True
         reason, is_final = str(error), getattr(error, "is_final", False)
 
-        def refusal() -> NotInitializedError:
+        def refusal() -> BaseException:
+            """After a failure, what the calls in flight got: a caller can't know whether its call came before or after."""
+            if not isinstance(error, NotInitializedError):
+                return copy.copy(error)
             refused = NotInitializedError(f"hvdlite is no longer running: {reason}: call init() first")
             refused.is_final = is_final
             return refused

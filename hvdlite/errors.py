@@ -16,7 +16,7 @@
     |   |-- StalledError                        a rank did not submit in time
     |   |-- ProcessSetRemovedError              the process set was removed meanwhile
     |   |-- PeerFailedError                     another rank raised, died or left
-    |   `-- NotInitializedError (ValueError)    before init(), after shutdown(), or after a peer ended the job
+    |   `-- NotInitializedError (ValueError)    before init(), after shutdown(), or after all ranks left
     |-- JobFailedError (RuntimeError)           a job started by hvdlite.run failed without an exception to raise here
     |-- HostsUpdatedInterrupt (RuntimeError)    the set of hosts changed (elastic)
     `-- InternalError (RuntimeError)            a defect of hvdlite; please report it
@@ -92,7 +92,7 @@ class PeerFailedError(HorovodInternalError):
 
 
 class NotInitializedError(HorovodInternalError, ValueError):
-    """The runtime is not running: before ``init()``, after ``shutdown()``, or after a peer ended it."""
+    """The runtime is not running: before ``init()``, after ``shutdown()``, or after all ranks left."""
 
 
 class JobFailedError(HvdliteError, RuntimeError):

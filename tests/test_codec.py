@@ -210,8 +210,8 @@ def test_three_elements_by_hand(twin):
     gradient, residual = np.float32([1, -2, 5]), np.zeros(GROUP, np.float32)
     residual[:3] = [1, -1, 0]
     twin.encode_pieces(spec, "float32", _table(_row(gradient, residual, shadow, out)), [], *message, 0.5)
-    # v = 2, -3, 5; a tail is not rotated, its scale the mean |v| = 10 / 3; bits 1, 0, 1, and 1 for the padding.
-    scale = np.float32(10) / np.float32(3)
+    # v = 2, -3, 5; a tail is not rotated; scale = sum v^2 / sum |v| = 38 / 10; bits 1, 0, 1, and 1 for the padding.
+    scale = np.float32(38) / np.float32(10)
     assert message[0].tolist() == [0xFFFFFFFD] + [0xFFFFFFFF] * 15
     assert message[1] == scale
     assert shadow[:3].tolist() == [np.float32(2) - scale, np.float32(-3) + scale, np.float32(5) - scale]
@@ -225,7 +225,8 @@ def test_moments_of_two_elements_by_hand(twin):
     gradient, moment = np.float32([3, -2]), np.float32([1, 9])
     twin.encode_pieces(spec, "float32", _table(_row(gradient, out=out, moment=moment)), [], *message, 1.0)
     p = np.sqrt(moment) + FLOOR * np.sqrt(np.float32(5))
-    scale = (np.float32(3) / p[0] + np.float32(2) / p[1]) / np.float32(2)
+    v = gradient / p
+    scale = (v[0] * v[0] + v[1] * v[1]) / (v[0] - v[1])
     assert message[1] == scale
     assert out.tolist() == [scale * p[0], -scale * p[1]]
 
@@ -371,6 +372,21 @@ def test_a_group_that_is_not_finite_is_marked_and_no_other(spec, twin, broken, g
     onward, ones = _message(spec, 4), np.ones(1537, np.float32)
     twin.encode_pieces(spec, "float32", _table(_row(ones)), [message], *onward, 1.0)
     assert np.array_equal(np.isnan(onward[1].reshape(4, -1)).all(1), ~others)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_elements", [31, 255, 511])
+def test_a_tail_is_never_far_behind(bits, num_elements):
+    """With one bit a scale of least squares left a spike half of the tail's elements in steps behind, here up to 255."""
+    spec, rng = CodecSpec(bits), np.random.default_rng(10)
+    spike = np.zeros(num_elements, np.float32)
+    spike[num_elements // 2] = 1
+    for gradient in (spike, (rng.standard_normal(num_elements) * rng.lognormal(0, 1.5, num_elements)).astype(np.float32)):
+        residual, message, lags = np.zeros(GROUP, np.float32), _message(spec, 1), []
+        for _ in range(3000):
+            codec_cpu.encode(spec, gradient, residual, residual, *message)
+            lags.append(np.abs(residual).max() / np.abs(gradient).max())
+        assert max(lags) < 20
 
 
 @specs

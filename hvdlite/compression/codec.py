@@ -12,9 +12,9 @@ lives in the rotated domain.
 With 1 bit, except ``two_means``, the scale of a group whose |v| are all equal is that |v|, so that sums do not round it: a
 constant tensor, which the rotation keeps so (``rotation``), is sent exactly.
 
-*The tail*, a last group of fewer than 512 elements, is not rotated, and its scale is that of least squares,
-``<v, levels> / <levels, levels>``: with 1 bit the mean |v|. Rotated, its residual would leak into the padding and come back
-as noise. Padding is exactly zero in residuals and rotated arrays, and never enters a scale.
+*The tail*, a last group of fewer than 512 elements, is not rotated: its residual would leak into the padding and come back as
+noise. Padding is exactly zero in residuals and rotated arrays, and never enters a scale. The scale is the same as that of other
+groups: with that of least squares (1 bit: the mean |v|) a fixed gradient was up to 250 steps behind, with this one 2 to 12.
 
 *Wire format*: little endian. For each group ``16 * bits`` words of 32 bits: bit ``lane`` of word ``row * bits + plane`` is bit
 ``plane`` of the level's index at (row, lane); with 1 bit, ``v >= 0``, so -0.0 counts as positive and padding sends ones. Then,
@@ -338,11 +338,10 @@ def _scale(spec: CodecSpec, w: np.ndarray, positive: np.ndarray, index: np.ndarr
     squares = _sum(w * w)
     if spec.scale == "rms":
         return np.sqrt(squares / count)
-    levels = LEVELS[spec.bits][index]
-    product = _sum(np.abs(w * levels))
-    energy = _sum(np.where(inside, levels * levels, np.float32(0)))
-    whole = np.where(product == 0, product, squares / product)
-    return np.where(_is_rotated(spec, counts), whole, product / energy)
+    product = _sum(np.abs(w * LEVELS[spec.bits][index]))
+    if spec.scale == "l1":
+        return product / count
+    return np.where(product == 0, product, squares / product)
 
 
 def _levels(spec: CodecSpec, scale: np.ndarray, index: np.ndarray) -> np.ndarray:

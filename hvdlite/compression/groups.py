@@ -120,19 +120,17 @@ def _two_means(v_at: int, count: int, factor: float, below_at: int, above_at: in
     return low / factor, high / factor
 
 
-@compiled("float32(int64, int64, int64, float32, float32, float32, boolean, int64, int64, int64, int64)")
+@compiled("float32(int64, int64, int64, float32, float32, float32, int64, int64, int64)")
 def _choose_levels(
-    v_at: int, count: int, bits: int, factor: float, square: float, step: float, whole: bool, levels_at: int,
-    index_at: int, products_at: int, energies_at: int,
+    v_at: int, count: int, bits: int, factor: float, square: float, step: float, levels_at: int, index_at: int, products_at: int,
 ) -> float:  # fmt: skip
     """Of more than 2 levels: the nearest one's index for each element; returns the scale, in units of v * factor."""
     v, levels, index = to_float32(v_at), to_float32(levels_at), to_uint32(index_at)
-    products, energies = to_float32(products_at), to_float32(energies_at)
+    products = to_float32(products_at)
     half = 1 << (bits - 1)
     width = step * np.sqrt(square / np.float32(count))
     inverse = np.float32(1) / width if width > 0 else np.float32(0)
     fill(products_at, 0, LANES, np.float32(0))
-    fill(energies_at, 0, LANES, np.float32(0))
     for row in range(ROWS):
         for lane in range(LANES):
             at = LANES * row + lane
@@ -141,14 +139,9 @@ def _choose_levels(
             size = int(distance) if distance < half - 1 else half - 1  # NaN: not below
             chosen = half + size if v[at] >= 0 else half - 1 - size
             index[at] = chosen
-            level = levels[chosen]
-            products[lane] += abs(value * level)
-            if at < count:
-                energies[lane] += level * level
-    product, energy = _tree(products_at), _tree(energies_at)
-    if product == 0:
-        return product
-    return square / product if whole else product / energy
+            products[lane] += abs(value * levels[chosen])
+    product = _tree(products_at)
+    return square / product if product != 0 else product
 
 
 @compiled("void(int64, int64, int64, float32, int64, int64, int64)")
@@ -181,15 +174,14 @@ def code_group(
         factor = LOWER if square > 1 else RAISE
         _sums_scaled(v_at, factor, sizes_at, squares_at)
         size, square = _tree(sizes_at), _tree(squares_at)
-    whole = kind == ROTATED and count == GROUP
     low = np.float32(0)
     if bits > 1:
-        high = _choose_levels(v_at, count, bits, factor, square, step, whole, levels_at, index_at, sizes_at, squares_at) / factor
+        high = _choose_levels(v_at, count, bits, factor, square, step, levels_at, index_at, sizes_at) / factor
     elif kind == TWO_MEANS:
         low, high = _two_means(v_at, count, factor, sizes_at, squares_at)
     elif kind == RMS:
         high = np.sqrt(square / np.float32(count)) / factor
-    elif whole:
+    elif kind == ROTATED:
         high = (square / size if size != 0 else size) / factor
     else:
         high = size / np.float32(count) / factor

@@ -29,3 +29,17 @@ def test_all_collectives_at_the_limit(count, dtype):
     assert received.tolist() == [splits[r]] * n
     begin = sum(splits[:r])
     assert np.array_equal(got, np.concatenate([(values + k)[begin : begin + splits[r]] for k in range(n)]))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "two_shot"])
+@pytest.mark.parametrize("count", [999, 1000, 1001, 2500, 300_000])
+def test_quantized_messages_at_the_limit(count, schedule):
+    """A message of 300 000 elements and two ranks is 19 KB: cut into pieces of 1000 bytes."""
+    compression = hvd.Compression.quantized(schedule=schedule)
+    for _ in range(2):
+        assert (hvd.allreduce(np.full(count, 0.5, np.float32), name=f"c{count}.{schedule}", compression=compression) == 0.5).all()
+    mine = np.random.default_rng(hvd.rank()).standard_normal(count).astype(np.float32)
+    got = hvd.allreduce(mine, name=f"g{count}.{schedule}", compression=compression)
+    assert (hvd.allgather(got[None], name="same") == got).all() and np.isfinite(got).all()
+    right = hvd.allreduce(mine, name=f"r{count}.{schedule}")
+    assert got @ right > 0.5 * np.linalg.norm(got) * np.linalg.norm(right)
