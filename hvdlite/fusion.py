@@ -57,6 +57,8 @@ class Bucket:
     segments: tuple[Segment, ...]
     num_bytes: int
     finishes: tuple[int, ...] = ()
+    #: Why nothing more travels with it: a word of ``phase.REASONS``.
+    reason: str = "single"
 
     @cached_property
     def label(self) -> str:
@@ -81,6 +83,11 @@ class Plan:
     buckets: tuple[Bucket, ...]
     slots: tuple[int, ...]
 
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Of each slot, which bucket is the last that holds some of it."""
+        return {segment.slot: number for number, bucket in enumerate(self.buckets) for segment in bucket.segments}
+
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Size of a tensor in bytes."""
@@ -95,11 +102,14 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
     open_buckets: dict[tuple[object, ...], list[tuple[int, int, int, Request]]] = {}
     filled: dict[tuple[object, ...], int] = {}
     closed: list[tuple[Request, str, list[tuple[int, int, int, Request]]]] = []
+    reasons: list[str] = []
+    numbers: dict[tuple[object, ...], int] = {}
     slots = []
     for slot, request in requests:
         slots.append(slot)
         if request.key.collective != Collective.ALLREDUCE:
             closed.append((request, "", [(slot, 0, 0, request)]))
+            reasons.append("single")
             continue
         for index, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
             size = num_bytes(dtype, shape)
@@ -108,17 +118,41 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
             item = (slot, index, size, request)
             if request.compressor == "none" and size >= min(DIRECT_BYTES, threshold_bytes + 1):
                 closed.append((request, dtype, [item]))
+                reasons.append("large")
                 continue
             kind = _fusion_kind(slot, request, dtype)
             if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes and not _is_free(request):
+                reasons[numbers[kind]] = "full"
                 del open_buckets[kind]
             if kind not in open_buckets:
                 open_buckets[kind] = []
                 filled[kind] = 0
                 closed.append((request, dtype, open_buckets[kind]))
+                numbers[kind] = len(reasons)
+                reasons.append("end")
             open_buckets[kind].append(item)
             filled[kind] += _aligned(size)
-    return Plan(_with_finishes([_bucket(*one) for one in closed]), tuple(slots))
+    for kind, number in numbers.items():
+        if kind in open_buckets:
+            reasons[number] = _reason(kind, numbers, filled[kind] >= threshold_bytes)
+    made = [replace(_bucket(*one), reason=reason) for one, reason in zip(closed, reasons, strict=True)]
+    return Plan(_with_finishes(made), tuple(slots))
+
+
+#: Of a fusion kind, what its parts are called where they keep tensors apart.
+_KIND_PARTS = ("group", "dtype", "process set", "op", "scale", "scale", "device", "compressor")
+
+
+def _reason(kind: tuple[object, ...], kinds: Iterable[tuple[object, ...]], is_full: bool) -> str:
+    """Why a bucket that is open at the end of a plan holds no more."""
+    if kind[0] != -1:
+        return "group"
+    if is_full:
+        return "full"
+    for other in kinds:
+        if other != kind and other[0] == -1:
+            return next(part for part, one, two in zip(_KIND_PARTS, kind, other, strict=True) if one != two)
+    return "end"
 
 
 def _with_finishes(buckets: list[Bucket]) -> tuple[Bucket, ...]:

@@ -255,12 +255,15 @@ class PlainOptimizer:
                 moment=self._moment_of(names))
         if self._quantized is not None:
             averaged = self._exchange.finish(lambda index: gradients[names[index]])
-            return self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
-        sent = {name: self._compression.compress(gradients[name]) for name in names}
-        arrived = self._exchange.finish(lambda index: sent[names[index]][0])
-        return self.optimizer.step(
-            {name: self._compression.decompress(arrived[index], sent[name][1]) for index, name in enumerate(names)},
-            *args, **kwargs)
+            result = self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
+        else:
+            sent = {name: self._compression.compress(gradients[name]) for name in names}
+            arrived = self._exchange.finish(lambda index: sent[names[index]][0])
+            result = self.optimizer.step(
+                {name: self._compression.decompress(arrived[index], sent[name][1]) for index, name in enumerate(names)},
+                *args, **kwargs)
+        default_runtime().marks.step(self.label)
+        return result
 
     def _moment_of(self, names: Sequence[str]) -> Callable[[int], np.ndarray | None] | None:
         second_moment = self._second_moment

@@ -32,6 +32,7 @@ from hvdlite.dataplane.base import DataPlane
 from hvdlite.fusion import Bucket
 from hvdlite.message import ReduceOp
 from hvdlite.tensor_queue import TensorEntry
+from hvdlite.timeline.phase import Phase
 
 _log = logging.getLogger("hvdlite")
 
@@ -72,6 +73,8 @@ class Auto:
             decision = self.decisions[label] = decide(label, num_bytes, ways, former)
             if plane.rank == 0 and decision.way != former:
                 _log.info("compression of %s", decision)
+                now_ns = time.monotonic_ns()
+                workspace.timeline.span(Phase.DECISION, str(decision), now_ns, now_ns, num_bytes)
         return decision
 
     def _measure(self, plane: DataPlane, workspace: Workspace) -> None:

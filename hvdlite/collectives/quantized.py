@@ -11,6 +11,7 @@ ranks, or it was measured to be slower (many ranks on a processor, a fast networ
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -40,6 +41,10 @@ _log = logging.getLogger("hvdlite")
 ROUTE_PROBE_BYTES, LEAST_GAIN_OF_OTHERS = (1 << 20, 16 << 20), 0.15
 
 
+#: Operations between two records of residuals. Chosen: seldom, and prime, so that every bucket has its turn.
+RECORD_EVERY = 53
+
+
 def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> None:
     """Run one bucket; afterwards every segment's output holds the result."""
     request = bucket.request
@@ -54,7 +59,21 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     route = route_of(plane, exchange, workspace)
     with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
         is_finite = allreduce(plane, route, tensors, factor, workspace)
+    _record(bucket, exchange, keys, workspace)
     workspace.residuals.end({key: bool(finite) for key, finite in zip(keys, is_finite, strict=True) if key is not None})
+
+
+def _record(bucket: Bucket, exchange: ExchangeSpec, keys: list[ResidualKey | None], workspace: Workspace) -> None:
+    """Now and then, what is sent and how much is left over; reading all residuals takes a pass over memory."""
+    timeline = workspace.timeline
+    if not timeline.is_recording or (timeline.operation >= 2 * RECORD_EVERY and timeline.operation % RECORD_EVERY):
+        return
+    codec, now_ns = exchange.codec, time.monotonic_ns()
+    left = [workspace.residuals.arrays(key, codec.padded(one.num_elements), codec.scale == "rotated")[1]
+            for key, one in zip(keys, bucket.segments, strict=True) if key is not None]
+    norm = float(np.sqrt(sum(float(np.dot(one, one)) for one in left)))
+    wire = sum(codec.wire_bytes(one.num_elements) for one in bucket.segments)
+    timeline.span(Phase.RESIDUAL, bucket.label, now_ns, now_ns, wire, count=bucket.num_elements, value=norm)
 
 
 def tensor_names(request: Request) -> tuple[str, tuple[str, ...]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -44,6 +46,15 @@ class ControlPlane(Protocol):
 
     def broadcast(self, value: Any) -> Any:
         """Hand rank 0's value to every rank."""
+
+    def start_send(self, array: np.ndarray, peer: int) -> Callable[[], None]:
+        """Start sending ``array`` to a rank and return what waits until it may be changed."""
+
+    def send(self, array: np.ndarray, peer: int) -> None:
+        """Send ``array`` to a rank."""
+
+    def receive(self, array: np.ndarray, peer: int) -> None:
+        """Receive what a rank sends, exactly as large as ``array``."""
 
     def close(self) -> None:
         """Give up the plane's resources; every rank closes it in the same cycle."""

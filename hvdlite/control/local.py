@@ -9,8 +9,13 @@ from functools import reduce
 from operator import and_
 from typing import Any
 
+import numpy as np
+
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
+
+#: Of the control plane's own mail; the data plane's tags are never negative.
+_TAG = -1
 
 
 class LocalGroup:
@@ -101,6 +106,16 @@ class LocalControl:
     def broadcast(self, value: Any) -> Any:
         self.num_collectives += 1
         return self._group.exchange(self.topology.rank, value)[0]
+
+    def start_send(self, array: np.ndarray, peer: int) -> Callable[[], None]:
+        self._group.post((self.topology.rank, peer, _TAG), array.copy())
+        return lambda: None
+
+    def send(self, array: np.ndarray, peer: int) -> None:
+        self.start_send(array, peer)
+
+    def receive(self, array: np.ndarray, peer: int) -> None:
+        array[:] = self._group.collect((peer, self.topology.rank, _TAG))
 
     def close(self) -> None:
         pass

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.backoff import complete
+from hvdlite.backoff import LONGEST_TRANSFER_SLEEP_S, complete
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
 
 #: Bytes of the first message of gather and broadcast; what does not fit follows in a second one.
 _FRAME_BYTES = 2048
 _HEADER_BYTES = 8
+#: Of messages between two ranks; what follows a gather's first message has tag 0.
+_DIRECT_TAG = 1
 
 
 class MpiControl:
@@ -103,6 +105,29 @@ class MpiControl:
         except self._mpi.Exception as error:
             raise _transport_error("taking rank 0's decision", error) from error
         return value if is_root else pickle.loads(first)
+
+    def start_send(self, array: np.ndarray, peer: int) -> Callable[[], None]:
+        try:
+            request = self.communicator.Isend(array.view(np.uint8), dest=peer, tag=_DIRECT_TAG)
+        except self._mpi.Exception as error:
+            raise _transport_error(f"sending to rank {peer}", error) from error
+        return lambda: self._finish(request, f"sending to rank {peer}")
+
+    def send(self, array: np.ndarray, peer: int) -> None:
+        self.start_send(array, peer)()
+
+    def receive(self, array: np.ndarray, peer: int) -> None:
+        try:
+            request = self.communicator.Irecv(array.view(np.uint8), source=peer, tag=_DIRECT_TAG)
+        except self._mpi.Exception as error:
+            raise _transport_error(f"receiving from rank {peer}", error) from error
+        self._finish(request, f"receiving from rank {peer}")
+
+    def _finish(self, request: Any, doing: str) -> None:
+        try:
+            complete(request, longest_s=LONGEST_TRANSFER_SLEEP_S)
+        except self._mpi.Exception as error:
+            raise _transport_error(doing, error) from error
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():
