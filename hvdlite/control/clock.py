@@ -14,8 +14,9 @@ from hvdlite.timeline.clock import Reading, best_reading
 
 #: Pings to each rank. Chosen: some ten find a quiet moment, and 100 ranks take less than 0.1 s.
 NUM_PINGS = 12
-#: Bytes of the link's test transfers, the larger one where the smaller one took less than ENOUGH_NS. Chosen.
-PROBE_BYTES, ENOUGH_NS = (1 << 20, 8 << 20), 50_000_000
+#: Bytes of the link's test transfers, and the ns from which a transfer is the last one: the first one also opens the
+#: connection, the third is for links that the second says little about. Chosen.
+PROBE_BYTES, ENOUGH_NS = (1 << 20, 1 << 20, 8 << 20), (500_000_000, 50_000_000, 0)
 
 
 def compare_clocks(control: ControlPlane) -> Reading:
@@ -72,7 +73,7 @@ def probe_link(control: ControlPlane) -> tuple[int, int, int, int] | None:
         # The receiver says whether it has seen enough; the sender hears it.
         answer = np.zeros(1, np.int64)
         if receives and found is not None:
-            answer[0] = found[3] - found[2] < ENOUGH_NS
+            answer[0] = found[3] - found[2] < ENOUGH_NS[number]
             control.send(answer, before)
         if sends:
             heard = np.zeros(1, np.int64)

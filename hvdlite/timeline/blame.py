@@ -128,24 +128,46 @@ def find_blame(job: Job, steps: Steps, arrivals: Arrivals) -> Blame:
         shares = share_out(starts[inside], ends[inside], arrivals.times[rows[inside]])
         np.add.at(matrix[:, victim, :], step[inside], shares)
         matrix[:, victim, victim] = 0  # its own other thread
-    kinds = _kinds(matrix, steps)
     links = measured_links(job)
-    _blame_links(job, steps, links, matrix, kinds)
-    cost = np.zeros((steps.num, num))
+    slow = {column: share for column, rank in enumerate(job.ranks) if (share := slow_ranks(links).get(rank.rank))}
+    of_links = np.zeros_like(matrix)
+    kinds = _kinds(matrix, steps, bool(slow))
+    _blame_links(steps, slow, matrix, of_links, kinds)
+    late, verdict = _find_stragglers(job, steps, matrix, kinds)
+    held_up = _find_slow_links(job, steps, slow, of_links)
+    stragglers = tuple(sorted((*late, *held_up), key=lambda one: -one.cost_ns))
+    if stragglers:
+        verdict = "; ".join(_worded(job, one) for one in stragglers)
+    matrix = matrix + of_links
+    cost = _cost(matrix)
+    return Blame(matrix, kinds, cost, stragglers, verdict, links)
+
+
+def _worded(job: Job, one: Straggler) -> str:
+    host = next(rank.host for rank in job.ranks if rank.rank == one.rank)
+    why = f"data: slow link of {host}" if one.kind == "slow link" else f"ranks: {one.kind}"
+    return f"rank {one.rank} costs {one.cost_ns / 1e6:.1f} ms a step, {100 * one.share:.0f} % of all waiting for {why}"
+
+
+def _cost(matrix: np.ndarray) -> np.ndarray:
+    """What each rank costs each step: the median over those that wait for it. *Shapes*: (steps, n, n) to (steps, n)."""
+    num = matrix.shape[1]
+    cost = np.zeros((len(matrix), num))
     for cause in range(num):
         others = [victim for victim in range(num) if victim != cause]
         if others:
             cost[:, cause] = np.median(matrix[:, others, cause], axis=1)
-    stragglers, verdict = _find_stragglers(job, steps, matrix, kinds, cost)
-    return Blame(matrix, kinds, cost, stragglers, verdict, links)
+    return cost
 
 
-def _kinds(matrix: np.ndarray, steps: Steps) -> dict[str, np.ndarray]:
+def _kinds(matrix: np.ndarray, steps: Steps, has_slow_link: bool) -> dict[str, np.ndarray]:
     """Split what each rank caused by what it spent more time on than the others did."""
     caused = matrix.sum(axis=1)
     stopped = np.minimum(steps.stopped, steps.parts["compute"] + steps.parts["input"])
     computing = np.maximum(0, steps.parts["compute"] + steps.parts["overlapped"] - stopped)
     spent = {"compute": computing, "input": steps.parts["input"], "not running": stopped}
+    if has_slow_link:  # else nobody knows why data took longer to a rank
+        spent["slow link"] = steps.parts["exposed"]
     excess = {}
     for kind, table in spent.items():
         middle = np.median(table, axis=0) if table.shape[0] > 2 else table.min(axis=0)
@@ -154,8 +176,7 @@ def _kinds(matrix: np.ndarray, steps: Steps) -> dict[str, np.ndarray]:
     shares = {kind: np.divide(one, total, out=np.full(one.shape, float(kind == "compute")), where=total > 0)
               for kind, one in excess.items()}
     found = {kind: caused * share for kind, share in shares.items()}
-    found["slow link"] = np.zeros_like(caused)
-    return found
+    return {kind: found.get(kind, np.zeros_like(caused)) for kind in KINDS}
 
 
 def measured_links(job: Job) -> tuple[tuple[int, int, float], ...]:
@@ -185,54 +206,64 @@ def slow_ranks(links: tuple[tuple[int, int, float], ...]) -> dict[int, float]:
 
 
 def _blame_links(
-    job: Job, steps: Steps, links: tuple[tuple[int, int, float], ...], matrix: np.ndarray, kinds: dict[str, np.ndarray],
+    steps: Steps, slow: dict[int, float], matrix: np.ndarray, of_links: np.ndarray, kinds: dict[str, np.ndarray],
 ) -> None:
-    """Add what a slow link costs those who are blocked while data moves: the part that goes if it were as fast as others."""
-    columns = {rank.rank: column for column, rank in enumerate(job.ranks)}
-    for rank, share in slow_ranks(links).items():
-        if rank not in columns:
-            continue
-        for victim in range(len(job.ranks)):
-            lost = steps.parts["exposed"][victim] * (1 - share)
-            if victim != columns[rank]:
-                matrix[:, victim, columns[rank]] += lost
-                kinds["slow link"][:, columns[rank]] += lost
+    """Charge slow links with what they cost those who are blocked while data moves, the part that goes if they were as fast as
+    others, and with the lateness of ranks that data reached late."""
+    if not slow:
+        return
+    slowest = min(slow, key=slow.__getitem__)
+    for column, share in slow.items():
+        of_links[:, :, column] += (steps.parts["exposed"] * (1 - share)).T
+    caused = np.maximum(1e-9, matrix.sum(axis=1))
+    moved = matrix * (kinds["slow link"] / caused)[:, None, :]
+    matrix -= moved
+    of_links[:, :, slowest] += moved.sum(axis=2)
+    kinds["slow link"][:] = 0
+    for column in range(matrix.shape[1]):
+        of_links[:, column, column] = 0
+        kinds["slow link"][:, column] = of_links[:, :, column].sum(axis=1)
+
+
+def _find_slow_links(job: Job, steps: Steps, slow: dict[int, float], of_links: np.ndarray) -> list[Straggler]:
+    """Ranks whose link was measured to be slow, and costs something."""
+    counted = steps.counted
+    exposed = float(steps.parts["exposed"][:, counted].sum()) or 1.0
+    found = []
+    for column in slow:
+        cost = float(_cost(of_links)[counted][:, column].mean())
+        if cost >= LEAST_COST * float(steps.length[:, counted].mean()):
+            share = min(1.0, float(of_links[counted][:, :, column].sum()) / exposed)
+            found.append(Straggler(job.ranks[column].rank, cost, share, "slow link", {"slow link": 1.0}))
+    return found
 
 
 def _find_stragglers(
-    job: Job, steps: Steps, matrix: np.ndarray, kinds: dict[str, np.ndarray], cost: np.ndarray,
-) -> tuple[tuple[Straggler, ...], str]:
+    job: Job, steps: Steps, matrix: np.ndarray, kinds: dict[str, np.ndarray],
+) -> tuple[list[Straggler], str]:
+    """Ranks that are late more often than chance makes them, and a word for where there is none."""
     num, counted = len(job.ranks), steps.counted
-    costs = cost[counted]
+    costs = _cost(matrix)[counted]
     num_steps = len(costs)
     if num < 2:
-        return (), "one rank: nobody waits for another"
+        return [], "one rank: nobody waits for another"
     if num_steps < 4:
-        return (), f"{num_steps} step(s) are too few to tell a straggler from chance"
+        return [], f"{num_steps} step(s) are too few to tell a straggler from chance"
     length = float(steps.length[:, counted].mean())
     total = matrix[counted].sum()
     if not total:
-        return (), "no straggler: nobody waited for another rank"
+        return [], "no straggler: nobody waited for another rank"
     found = []
     worst = np.bincount(costs.argmax(axis=1), minlength=num)
     for column, rank in enumerate(job.ranks):
         mean, share = float(costs[:, column].mean()), float(matrix[counted][:, :, column].sum() / total)
         is_slow = mean >= LEAST_COST * length and share >= LEAST_SHARE
         if is_slow and _chance(int(worst[column]), num_steps, 1 / num) < CHANCE / num:
-            of = {kind: float(kinds[kind][counted][:, column].sum()) for kind in KINDS}
+            of = {kind: float(kinds[kind][counted][:, column].sum()) for kind in KINDS if kind != "slow link"}
             whole = sum(of.values()) or 1.0
             shares = {kind: one / whole for kind, one in of.items()}
             found.append(Straggler(rank.rank, mean, share, max(shares, key=shares.__getitem__), shares))
-    if found:
-        words = [f"rank {one.rank} costs {one.cost_ns / 1e6:.1f} ms a step, {100 * one.share:.0f} % of all waiting for ranks: "
-                 f"{one.kind}" + (f" of {job.ranks[_column(job, one.rank)].host}" if one.kind == "slow link" else "")
-                 for one in found]
-        return tuple(found), "; ".join(words)
-    return (), f"no straggler: ranks take turns to be late ({total / num_steps / num / 1e6:.2f} ms a step and rank)"
-
-
-def _column(job: Job, rank: int) -> int:
-    return next(column for column, one in enumerate(job.ranks) if one.rank == rank)
+    return found, f"no straggler: ranks take turns to be late ({total / num_steps / num / 1e6:.2f} ms a step and rank)"
 
 
 def _chance(times: int, of: int, probability: float) -> float:
@@ -265,6 +296,9 @@ def tensor_waits(job: Job, arrivals: Arrivals) -> list[TensorWait]:
     for column in range(times.shape[1]):
         order = np.argsort(times[rows, column], kind="stable")
         before = np.concatenate([[0], late[order, column][:-1]])
+        # Where all came together in between, as at the end of a step, nobody is late any more.
+        together = np.concatenate([[0], times[rows][order].max(axis=1)[:-1]]) <= times[rows][order].min(axis=1)
+        before[together] = 0
         own = np.maximum(0, late[order, column] - before)
         here = worst[order] == column
         added[order[here]] = own[here]

@@ -50,7 +50,7 @@ def open_calls(job: Job, rank: Rank) -> dict[str, int]:
         else:
             failed.add(job.names[name])
     last = {job.names[name]: end_ns for name, end_ns in rank.of(*FINISHED)[["name", "end_ns"]].tolist()}
-    started = {name: at for name, at in found.items() if last.get(name, -1) < at}
+    started = {name: at for name, at in found.items() if last.get(name, -1) <= at}
     # A call fails under its key's name, which begins the message.
     return {name: at for name, at in started.items()
             if not any(_key_words(job, name) and text.startswith(_key_words(job, name)) for text in failed)}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.timeline.report import Report, mean_parts, peak_busbw
-from hvdlite.timeline.report_text import distinct
+from hvdlite.timeline.report_text import distinct, share_of_link, worded
 from hvdlite.timeline.steps import PARTS
 
 #: Steps drawn one by one; of more every nth group's mean. Chosen: one for every two pixels.
@@ -173,7 +173,7 @@ def _fusion(report: Report) -> str:
             f"{100 * fusion.fill:.0f} % of the {fusion.threshold_bytes / 2**20:g} MiB threshold.</p>")
     return told + _table(["closed because of", "operations"], list(fusion.reasons.items())) + _table(
         ["another setting", "operations", "moving data, ms per step"],
-        [[f"{one.setting} = {one.value:g}", one.operations, one.seconds * 1e3 / report.steps.num]
+        [[worded(one), one.operations, one.seconds * 1e3 / report.steps.num]
          for one in distinct(report.what_if, fusion.threshold_bytes)])
 
 
@@ -181,7 +181,7 @@ def _bandwidth(report: Report) -> str:
     peak = peak_busbw(report)
     told = _table(["operation", "ranks", "MB", "calls", "ms", "algbw GB/s", "busbw GB/s", "% of link"], [
         [row.phase, row.num_ranks, row.bytes / 1e6, row.operations, row.seconds * 1e3, row.algbw / 1e9,
-         row.busbw / 1e9 if row.busbw else "n/a", 100 * row.busbw / peak if peak and row.busbw else "n/a"]
+         row.busbw / 1e9 if row.busbw else "n/a", share_of_link(row, peak)]
         for row in report.sizes])
     fits = [f"<p>{one.phase}: {one.alpha_s * 1e6:.0f} &micro;s + bytes / {one.beta / 1e9:.3g} GB/s</p>" for one in report.fits]
     links = [f"<p>link from rank {sender} to rank {receiver}: {rate / 1e6:.4g} MB/s</p>"

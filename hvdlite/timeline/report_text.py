@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdlite.timeline.bandwidth import SizeRow
 from hvdlite.timeline.fusion_use import WhatIf
 from hvdlite.timeline.report import Report, mean_parts, peak_busbw
 from hvdlite.timeline.steps import PARTS
 
 _SHOWN = 10
+_LARGE_BYTES = 1 << 20
 
 
 def as_text(report: Report, *, width: int = 100, colour: bool = False) -> str:
@@ -86,8 +88,18 @@ def _fusion(report: Report, words: _Words) -> None:
                ", ".join(f"{reason} {count}" for reason, count in fusion.reasons.items()) + ".")
     if report.what_if:
         words.table(["operations", "moving data (ms per step)", "setting"], [
-            [one.operations, one.seconds * 1e3 / report.steps.num, f"{one.setting} = {one.value:g}"]
+            [one.operations, one.seconds * 1e3 / report.steps.num, worded(one)]
             for one in distinct(report.what_if, fusion.threshold_bytes)])
+
+
+def share_of_link(row: SizeRow, peak: float) -> float | str:
+    """Percent of the slowest link's rate; of small operations the latency tells more, and they pass in a link's burst."""
+    return 100 * row.busbw / peak if peak and row.busbw and row.bytes >= _LARGE_BYTES else "n/a"
+
+
+def worded(one: WhatIf) -> str:
+    """A setting and its value."""
+    return f"threshold {one.value / 2**20:g} MiB" if one.setting == "fusion_threshold_bytes" else f"cycle time {one.value:g} ms"
 
 
 def distinct(tried: list[WhatIf], current: int) -> list[WhatIf]:
@@ -104,7 +116,7 @@ def _bandwidth(report: Report, words: _Words) -> None:
     peak = peak_busbw(report)
     words.table(["operation", "ranks", "MB", "calls", "ms", "algbw GB/s", "busbw GB/s", "% of link"], [
         [row.phase, row.num_ranks, row.bytes / 1e6, row.operations, row.seconds * 1e3, row.algbw / 1e9,
-         row.busbw / 1e9 if row.busbw else "n/a", 100 * row.busbw / peak if peak and row.busbw else "n/a"]
+         row.busbw / 1e9 if row.busbw else "n/a", share_of_link(row, peak)]
         for row in report.sizes])
     for one in report.fits:
         words.line(f"{one.phase}: {one.alpha_s * 1e6:.0f} us + bytes / {one.beta / 1e9:.3g} GB/s "
