@@ -15,6 +15,9 @@ zero_grad(set_to_none=False)); hvdlite-new: they are new tensors in every step; 
 16MB, 100MB: one tensor in place.
 mlp, resnet56: training steps of a perceptron with 1.0 M parameters, and of a residual network of 173 tensors and
 0.86 M parameters: what the exchange adds to the step without any ("none"). mpi: after backward, tensor by tensor.
+overlap: on a slow link (tools/netlab): the gradients of ResNet-50, each after a piece of computation, together about as
+long as the exchange. alone: no exchange; off: it begins when all is computed; on: as gradients come; in flight: the
+computation alone is timed, while everything is on its way.
 horovod takes part where it is installed.
 """
 
@@ -36,11 +39,13 @@ import torch
 from bench_allreduce import resnet50_shapes
 
 import hvdlite.torch as hvd
+from hvdlite.optimizer import GradientExchange, GradientSpec
+from hvdlite.runtime import default_runtime
 
-ROWS = ("scalar", "resnet50", "small", "16MB", "100MB", "mlp", "resnet56")
+ROWS = ("scalar", "resnet50", "small", "16MB", "100MB", "mlp", "resnet56", "overlap")
 TRAINING = ("mlp", "resnet56")
 #: Rounds of a row: short ones need more to give a median that is worth something. Chosen.
-ROUNDS = {"scalar": 60, "resnet50": 25, "small": 300, "16MB": 40, "100MB": 15, "mlp": 200, "resnet56": 60}
+ROUNDS = {"scalar": 60, "resnet50": 25, "small": 300, "16MB": 40, "100MB": 15, "mlp": 200, "resnet56": 60, "overlap": 7}
 #: Calls in a row in a round, each timed: a loop of calls is what a latency is about. Chosen.
 SCALAR_CALLS = 100
 
@@ -49,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", type=int, default=2)
     parser.add_argument("--impl", default="mpi,ddp,hvdlite,hvdlite-new", help="of mpi, ddp, hvdlite, hvdlite-new, horovod")
-    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--rows", default=",".join(ROWS[:-1]))
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rounds")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--as-rank", action="store_true", help="this is a rank already: hvdrun started it")
@@ -72,6 +77,8 @@ def main() -> None:
 
 def measure(row: str, impls: list[str], rounds: int) -> dict[str, Any]:
     """Seconds of every round, those of the slowest rank, by implementation."""
+    if row == "overlap":
+        return overlap(rounds)
     if row in TRAINING:
         impls = ["none", *impls]
     if row not in ("resnet50", "small"):
@@ -226,6 +233,50 @@ def training(row: str, impl: str) -> Callable[[], object]:
     return step
 
 
+def overlap(rounds: int) -> dict[str, Any]:
+    """Four ways of a step, the exchange by hvdlite."""
+    gradients = [torch.zeros(shape) for shape in resnet50_shapes()]
+    specs = [GradientSpec(f"w{index}", 4 * one.numel()) for index, one in enumerate(gradients)]
+    exchange = GradientExchange(specs, label=default_runtime().label("bench.overlap"), in_place=True)
+    exchange.finish(lambda index: gradients[index])
+    hvd.barrier()
+    started = time.perf_counter()
+    exchange.finish(lambda index: gradients[index])
+    matrix = torch.randn(128, 128)
+    timed = time.perf_counter()
+    for _ in range(200):
+        matrix @ matrix
+    # As much computation per gradient as makes all of it about as long as the exchange; the same on every rank.
+    amount = hvd.broadcast_object(max(1, round((timed - started) / len(gradients) / ((time.perf_counter() - timed) / 200))), 0)
+
+    def compute() -> None:
+        for _ in range(amount):
+            matrix @ matrix
+
+    def step(way: str) -> float:
+        begun = time.perf_counter()
+        if way == "in flight":
+            for index in reversed(range(len(gradients))):
+                exchange.ready(index, gradients[index])
+        for index in reversed(range(len(gradients))):
+            compute()
+            if way == "on":
+                exchange.ready(index, gradients[index])
+        computed = time.perf_counter()
+        if way != "alone":
+            exchange.finish(lambda index: gradients[index])
+        return (computed if way == "in flight" else time.perf_counter()) - begun
+
+    ways = ["alone", "off", "on", "in flight"]
+    taken = np.empty((rounds, len(ways)))
+    for number in range(rounds):
+        for index in np.random.default_rng(number).permutation(len(ways)):
+            hvd.barrier()
+            taken[number, index] = step(ways[index])
+    slowest = hvd.allreduce(torch.from_numpy(taken), op=hvd.Max).numpy()
+    return {"row": "overlap", "ranks": hvd.size(), "seconds": {way: slowest[:, index].tolist() for index, way in enumerate(ways)}}
+
+
 def perceptron() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """1.0 M parameters in 6 tensors."""
     net = torch.nn.Sequential(torch.nn.Linear(784, 784), torch.nn.ReLU(), torch.nn.Linear(784, 512), torch.nn.ReLU(),
@@ -263,6 +314,10 @@ def table(found: dict[str, Any]) -> str:
     row, seconds = found["row"], {impl: np.array(one) for impl, one in found["seconds"].items()}
     control = next(iter(seconds))
     lines = [f"{row}, {found['ranks']} ranks, {len(seconds[control])} rounds"]
+    if row == "overlap":
+        alone, off, on, in_flight = (np.median(seconds[way]) for way in ("alone", "off", "on", "in flight"))
+        return (f"{lines[0]}: alone {1e3 * alone:.0f} ms, off {1e3 * off:.0f}, on {1e3 * on:.0f}; exposed on / off "
+                f"{(on - alone) / (off - alone):.3f}; computation slowed by {100 * (in_flight / alone - 1):.1f} %")
     for impl, one in seconds.items():
         line = f"  {impl:8} median {1e3 * np.median(one):9.3f} ms  least {1e3 * one.min():9.3f}"
         if row in TRAINING:
