@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -71,7 +72,10 @@ def test_t6_an_injected_delay_is_found_with_its_rank_size_and_kind(tmp_path, whe
     report = make_report(load_job(directory))
     assert [one.rank for one in report.blame.stragglers] == [2], report.blame.verdict
     (found,) = report.blame.stragglers
-    assert found.kind == {"stop": "not running"}.get(where, where), found
+    if where == "stop":  # beside what the rank itself sleeps
+        assert found.kinds["not running"] > 0.3 and found.kinds["input"] < 0.1, found
+    else:
+        assert found.kind == where, found
     if where != "stop":
         # Against what the rank itself spent, because a loaded machine makes its naps longer.
         assert 27e6 < found.cost_ns < 40e6 and found.share > 0.9
@@ -162,7 +166,7 @@ def test_torch_steps_are_told_apart_without_a_word_and_t15_the_profilers_trace_l
 FOREVER = """
 import hvdlite as h, numpy as np, time, os
 h.init()
-print('pid', os.getpid(), flush=True)
+os.write(1, b'pid %d\\n' % os.getpid())  # in one piece
 i = 0
 while True:
     h.grouped_allreduce([np.ones(10), np.ones(20)], name='small')
@@ -174,13 +178,13 @@ while True:
 
 def start_forever(directory, ranks, code=FOREVER):
     process = subprocess.Popen(
-        [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--grace", "0.2", "--timeline", str(directory), sys.executable,
-         "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, cwd=ROOT)
+        [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--grace", "0.2", "--timeline", str(directory),
+         sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, cwd=ROOT)
     pids = []
     while len(pids) < ranks:
         line = process.stdout.readline()
         assert line, "the job ended before it began"
-        pids += [int(line.split("pid ")[1].split()[0])] if "pid " in line else []
+        pids += map(int, re.findall(r"pid (\d+)", line))
     return process, pids
 
 
@@ -268,7 +272,7 @@ HANG = """
 import hvdlite as h, numpy as np, time, os, sys, threading
 h.init()
 mode = sys.argv[1]
-print('pid', os.getpid(), flush=True)
+os.write(1, b'pid %d\\n' % os.getpid())  # in one piece
 def call(name, size=10):
     h.allreduce(np.ones(size, np.float32), name=name)
 for i in range(3):
@@ -371,7 +375,7 @@ for k in range(12):
         pass
     now, late = time.monotonic_ns(), time.time_ns() - int(moment * 1e9)
     again = time.monotonic_ns()
-    if again - now < 5000:  # not interrupted between the two readings
+    if again - now < 20_000:  # not interrupted between the two readings
         default_runtime().marks.span(f"same {k}", now - late, now - late)
 """
 IN_NAMESPACES = """
@@ -395,7 +399,7 @@ def test_t3_ranks_in_time_namespaces_merge_within_the_printed_error(tmp_path):
     for rank, own in zip(job.ranks[1:], marks[1:], strict=True):
         assert rank.clock.num_readings >= 2 and rank.error_ns > 0
         off = np.median([abs(own[name] - marks[0][name]) for name in common])
-        assert off < rank.error_ns + 5000 and off < 100_000, (off, rank.error_ns)
+        assert off < rank.error_ns + 20_000 and off < 100_000, (off, rank.error_ns)
     assert make_report(job).violations == 0
 
 
@@ -459,7 +463,7 @@ def test_t16_large_rings_are_exported_in_bounded_memory(tmp_path):
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\nsys.exit(rc)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 300 and (tmp_path / "o.json").stat().st_size < 2e6
+    assert int(done.stdout.split()[-1]) < 450 and (tmp_path / "o.json").stat().st_size < 2e6
     assert resource.RUSAGE_SELF == 0 and "left out" in done.stderr
 
 
