@@ -27,7 +27,7 @@ from hvdlite.timeline.ring import read_ring
 from hvdlite.timeline.steps import find_steps
 
 #: Of the 50 that were done once by hand; each takes a second.
-KILLS = int(os.environ.get("HVDLITE_TEST_KILLS", "4"))
+KILLS = int(os.environ.get("HVDLITE_TEST_KILLS", "2"))
 
 TRAIN = """
 import sys, time, os, signal, threading
@@ -179,7 +179,8 @@ while True:
 def start_forever(directory, ranks, code=FOREVER):
     process = subprocess.Popen(
         [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--grace", "0.2", "--timeline", str(directory),
-         sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, cwd=ROOT)
+         sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, cwd=ROOT)
     pids = []
     while len(pids) < ranks:
         line = process.stdout.readline()
