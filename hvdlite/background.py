@@ -144,6 +144,11 @@ class Background:
         self._calls.append(change)
         self.queue.wake()
 
+    def cpu_s(self) -> float:
+        """Processor time that this thread has used so far; only while it runs."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
     def leave(self, reason: str, *, failed: bool, is_final: bool = False) -> None:
         """Ask all ranks to leave the loop; the first call's reason counts."""
         if self._farewell is None:

@@ -13,6 +13,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from hvdlite.message import Collective, Request
 
 #: Bytes from which a tensor is exchanged where it lies instead of being packed. Chosen near where copying a
@@ -69,6 +71,19 @@ class Bucket:
         return sum(one.num_elements for one in self.segments)
 
     @cached_property
+    def layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every tensor: its bytes, its offset in bytes, its index in its request. *Shapes*: (tensors,), int64."""
+        item_bytes = ITEM_BYTES[self.dtype]
+        rows = [(one.num_elements * item_bytes, one.offset_bytes, one.tensor_index) for one in self.segments]
+        sizes, offsets, indices = np.array(rows, np.int64).T.copy()
+        return sizes, offsets, indices
+
+    @cached_property
+    def has_one_owner(self) -> bool:
+        """Whether all tensors are of one request."""
+        return len({one.slot for one in self.segments}) == 1
+
+    @cached_property
     def dense(self) -> tuple[Bucket, ...]:
         """The buckets in which the tensors of a compressed one travel when they are not: large ones alone, where they lie."""
         return tuple(_as_dense(self))
@@ -110,14 +125,14 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
                 closed.append((request, dtype, [item]))
                 continue
             kind = _fusion_kind(slot, request, dtype)
-            if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes and not _is_free(request):
+            if kind in open_buckets and filled[kind] + aligned(size) > threshold_bytes and not _is_free(request):
                 del open_buckets[kind]
             if kind not in open_buckets:
                 open_buckets[kind] = []
                 filled[kind] = 0
                 closed.append((request, dtype, open_buckets[kind]))
             open_buckets[kind].append(item)
-            filled[kind] += _aligned(size)
+            filled[kind] += aligned(size)
     return Plan(_with_finishes([_bucket(*one) for one in closed]), tuple(slots))
 
 
@@ -148,11 +163,11 @@ def _as_dense(bucket: Bucket) -> list[Bucket]:
         if size >= DIRECT_BYTES:
             alone.append(Bucket(request, bucket.dtype, (one._replace(offset_bytes=0),), size))
             continue
-        if segments and offset + _aligned(size) > PACKED_BYTES:
+        if segments and offset + aligned(size) > PACKED_BYTES:
             packed.append(Bucket(request, bucket.dtype, tuple(segments), offset))
             segments, offset = [], 0
         segments.append(one._replace(offset_bytes=offset))
-        offset += _aligned(size)
+        offset += aligned(size)
     if segments:
         packed.append(Bucket(request, bucket.dtype, tuple(segments), offset))
     return alone + packed
@@ -164,7 +179,8 @@ def _is_free(request: Request) -> bool:
     return request.compressor == "auto" or request.compressor.startswith("quantized")
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """What a packed tensor of ``size`` bytes takes."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -175,7 +191,7 @@ def _bucket(request: Request, dtype: str, items: list[tuple[int, int, int, Reque
     offset = 0
     for slot, index, size, owner in items:
         segments.append(Segment(slot, index, offset, prod(owner.shapes[index])))
-        offset += _aligned(size)
+        offset += aligned(size)
     # A tensor alone is exchanged where it lies: no padding.
     return Bucket(request, dtype, tuple(segments), items[0][2] if len(items) == 1 else offset)
 

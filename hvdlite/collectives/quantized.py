@@ -11,7 +11,7 @@ ranks, or it was measured to be slower (many ranks on a processor, a fast networ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -151,7 +151,7 @@ def _fastest_route(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspac
     if len(routes) > 1:
 
         def prepare(values: np.ndarray) -> Mapping[str, Callable[[], object]]:
-            return {name: _probe(plane, route, values, workspace) for name, route in routes.items()}
+            return {name: _probe(plane, route, [values], workspace) for name, route in routes.items()}
 
         seconds = {name: points[-1][1] for name, points in time_ways(plane, prepare, ROUTE_PROBE_BYTES).items()}
         fastest = min(seconds, key=seconds.__getitem__)
@@ -163,21 +163,22 @@ def _fastest_route(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspac
     return Route(replace(exchange, schedule=routes[chosen].exchange.schedule), routes[chosen].by_hosts)
 
 
-def _probe_tensors(exchange: ExchangeSpec, values: np.ndarray) -> tuple[Tensors, float, np.ndarray]:
-    """One tensor with a residual, the factor, and the residual's memory."""
-    kept = np.zeros((2, exchange.codec.padded(len(values))), np.float32)
-    at, residual, shadow = (np.array([one.ctypes.data], np.int64) for one in (values, *kept))
-    return Tensors(("probe",), (len(values),), "float32", 4, at, at, residual, shadow, np.zeros(1, np.int64)), 1.0, kept
+def probe(
+    plane: DataPlane, exchange: ExchangeSpec, arrays: Sequence[np.ndarray], workspace: Workspace
+) -> Callable[[], object]:
+    """An exchange of float32 arrays as the tensors of a bucket, to be timed."""
+    return _probe(plane, route_of(plane, exchange, workspace), arrays, workspace)
 
 
-def probe(plane: DataPlane, exchange: ExchangeSpec, values: np.ndarray, workspace: Workspace) -> Callable[[], object]:
-    """An exchange of values as a bucket of one tensor, to be timed."""
-    return _probe(plane, route_of(plane, exchange, workspace), values, workspace)
-
-
-def _probe(plane: DataPlane, route: Route, values: np.ndarray, workspace: Workspace) -> Callable[[], object]:
-    tensors, factor, kept = _probe_tensors(route.exchange, values)
-    return lambda: (allreduce(plane, route, tensors, factor, workspace), kept)
+def _probe(plane: DataPlane, route: Route, arrays: Sequence[np.ndarray], workspace: Workspace) -> Callable[[], object]:
+    sizes = tuple(map(len, arrays))
+    kept = [np.zeros((2, route.exchange.codec.padded(size)), np.float32) for size in sizes]
+    at, residuals, shadows = (
+        np.array([one.ctypes.data for one in some], np.int64)
+        for some in (arrays, [one[0] for one in kept], [one[1] for one in kept]))
+    names = tuple(f"probe.{index}" for index in range(len(sizes)))
+    tensors = Tensors(names, sizes, "float32", 4, at, at, residuals, shadows, np.zeros(len(sizes), np.int64))
+    return lambda: (allreduce(plane, route, tensors, 1.0, workspace), arrays, kept)  # with the memory that it works on
 
 
 def allreduce_by_hosts(

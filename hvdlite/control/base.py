@@ -26,11 +26,13 @@ class ControlPlane(Protocol):
     """Small collectives over all ranks, issued by the background thread in the same order everywhere.
 
     *Guarantees*: a wait for other ranks uses (nearly) no CPU time; nothing but the transport's own failure
-    is raised, as TransportError. ``num_collectives`` counts what was issued.
+    is raised, as TransportError. ``num_collectives`` counts what was issued, ``num_bytes`` what this
+    rank contributed to it.
     """
 
     topology: Topology
     num_collectives: int
+    num_bytes: int
 
     def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         """Combine ``bits``, ``num_words`` 64-bit words equal in number everywhere, of all ranks by bitwise AND.

@@ -31,7 +31,7 @@ class MpiControl:
         self._mpi = MPI
         self.communicator = communicator.Dup()
         self.topology = _topology(MPI, self.communicator)
-        self.num_collectives = 0
+        self.num_collectives = self.num_bytes = 0
         self.supports_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._sent, self._received = bytearray(), bytearray()
         self._start: Callable[[], Any] = lambda: None
@@ -40,6 +40,7 @@ class MpiControl:
     def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         self.num_collectives += 1
         num_bytes = 8 * num_words
+        self.num_bytes += num_bytes
         try:
             if len(self._received) != num_bytes:
                 self._prepare(num_bytes)
@@ -78,6 +79,7 @@ class MpiControl:
         frames = np.empty((size, _FRAME_BYTES), np.uint8) if is_root else None
         try:
             self.num_collectives += 1
+            self.num_bytes += max(_FRAME_BYTES, len(payload))
             complete(communicator.Igather(_frame(payload), frames, root=0))
             if frames is None:
                 if len(payload) > _FRAME_BYTES - _HEADER_BYTES:
@@ -93,6 +95,7 @@ class MpiControl:
         frame = _frame(payload)
         try:
             self.num_collectives += 1
+            self.num_bytes += max(_FRAME_BYTES, len(payload)) if is_root else 0
             complete(self.communicator.Ibcast(frame, root=0))
             length = int(frame[:_HEADER_BYTES].view(np.int64)[0])
             first = frame[_HEADER_BYTES:].tobytes()[:length]
