@@ -131,7 +131,7 @@ def divide(device: Any, address: int, num_elements: int, dtype: str, divisor: in
 
 
 def bytes_moved(spec: CodecSpec, dtype: str, pieces: np.ndarray, num_incoming: int | None) -> int:
-    """What a launch of ``encode_pieces`` (with so many messages incoming) or, with None, of ``decode_pieces`` reads and writes."""
+    """What a launch of ``encode_pieces``, with so many messages incoming, or with None of ``decode_pieces`` reads and writes."""
     groups = -(-pieces[:, COUNT] // GROUP)
     message = 4 * (spec.words_per_group + spec.scales_per_group) * groups
     item = ITEM_BYTES[dtype] * pieces[:, COUNT]

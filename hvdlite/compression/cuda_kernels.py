@@ -1,9 +1,9 @@
 """The codec's CUDA kernels, written out for each bits, scale and dtype: a warp per group, the sum order of the wire format.
 
-*Layout*: lane ``8 q + m`` holds elements ``128 k + 4 lane + j`` of its group in ``v[4 k + j]`` (k and j from 0 to 3): four times four
-neighbours, so that every access of float32 has 16 bytes. Such an element lies in row ``4 k + q`` and lane ``4 m + j`` of the wire
-format; so butterflies between rows 1 and 2 apart are between lanes 8 and 16 apart, the others within registers. For sums, rows of
-one wire lane come together by transposing four by four between j and q; lane ``8 q + m`` then has wire lane ``4 m + q``.
+*Layout*: lane ``8 q + m`` holds elements ``128 k + 4 lane + j`` of its group in ``v[4 k + j]`` (k and j from 0 to 3): four times
+four neighbours, so that every access of float32 has 16 bytes. Such an element lies in row ``4 k + q`` and lane ``4 m + j`` of the
+wire format; so butterflies between rows 1 and 2 apart are between lanes 8 and 16 apart, the others within registers. For sums,
+rows of one wire lane come together by transposing four by four between j and q; lane ``8 q + m`` then has wire lane ``4 m + q``.
 
 *Tables*: rows of ``spec``'s columns, then END, the groups of all pieces up to this one, and VERDICT, the address of an int32 that
 becomes 0 where a final scale is not finite (0: none). A warp takes every n-th group, so one launch serves any number of tensors.
@@ -60,7 +60,7 @@ def _each(template: str, numbers: Any = range(_PER_LANE)) -> list[str]:
 
 
 def _fours(template: str, item_bytes: int = 4) -> list[str]:
-    """A line for each four neighbours: ``{four}`` their names with prefix v, r or m, ``{at}`` the bytes between, ``{off}`` elements."""
+    """A line for four neighbours each: ``{four}`` names with prefix v, r or m, ``{at}`` bytes between, ``{off}`` elements."""
     made = []
     for k in range(4):
         names = {one: ", ".join(f"{one}{4 * k + j}" for j in range(4)) for one in "vrmd"}
@@ -138,7 +138,8 @@ def _transpose(source: str, target: str) -> list[str]:
 def _rows_sum(name: str, term: str) -> list[str]:
     """Rows in order, then the tree over wire lanes."""
     lines = [f"{name} = {term.format(row=0)} + ZERO", *(f"{name} = {name} + {term.format(row=row)}" for row in range(1, ROWS))]
-    return lines + [f"{name} = {name} + from_lane_xor({name}, {mask})" for mask in (4, 2, 1, 16, 8)] + [f"{name} = uniform({name})"]
+    lines += [f"{name} = {name} + from_lane_xor({name}, {mask})" for mask in (4, 2, 1, 16, 8)]
+    return [*lines, f"{name} = uniform({name})"]
 
 
 _HEAD = [
@@ -505,9 +506,10 @@ def _uniform_functions(bits, select, to_index, to_float, to_word, multiply, zero
 def _names() -> dict[str, Any]:
     """What the kernels' source refers to."""
     known: dict[str, Any] = {name: getattr(warp, name) for name in (
-        "lane_index", "select", "from_lane_xor", "fresh", "fresh_float", "word_from_lane_xor", "from_lane", "all_lanes", "uniform", "multiply",
-        "scaled_by_double", "is_finite", "square_root", "to_float", "to_int", "to_lane_int", "to_word", "load_int64", "load_float", "store_float",
-        "store_int32", "load_word", "store_word", "copy16", "copy_bytes", "scale_double")}
+        "lane_index", "select", "from_lane_xor", "fresh", "fresh_float", "word_from_lane_xor", "from_lane", "all_lanes",
+        "uniform", "multiply", "scaled_by_double", "is_finite", "square_root", "to_float", "to_int", "to_lane_int", "to_word",
+        "load_int64", "load_float", "store_float", "store_int32", "load_word", "store_word", "copy16", "copy_bytes",
+        "scale_double")}
     for table in ("load4", "load4_some", "store4", "store4_some", "divide_one"):
         known |= {f"{table}_{kind}": function for kind, function in getattr(warp, table).items()}
     known |= _device_functions()
@@ -619,7 +621,7 @@ def _scale_source(dtype: str) -> str:
             "        scale_double(address + 8 * (32 * step + lane), num_elements - 32 * step - lane, factor)",
             "        step += stride"])
     body = [
-        "at, left = address + {item} * (128 * step + 4 * lane), num_elements - 128 * step - 4 * lane".format(item=item),
+        f"at, left = address + {item} * (128 * step + 4 * lane), num_elements - 128 * step - 4 * lane",
         f"v0, v1, v2, v3 = load4_some_{dtype}(at, left)",
         f"store4_some_{dtype}(at, left, *VALUES)".replace("*VALUES", ", ".join(f"multiply(v{j}, narrow)" for j in range(4))),
         "step += stride",

@@ -1,4 +1,4 @@
-"""What the CUDA kernels ask of a warp: memory by address, shuffles, votes, exact products. Each with a twin for Numba's simulator.
+"""What CUDA kernels ask of a warp: memory by address, shuffles, votes, exact products. Each with a twin for Numba's simulator.
 
 On a GPU a kernel's variables are those of one lane of 32. In the simulator (``NUMBA_ENABLE_CUDASIM=1``) one simulated thread is a
 whole warp, and a lane's variables are arrays of 32: what is written for a lane runs unchanged, a hundred times as fast as with a
@@ -59,7 +59,7 @@ if IS_SIMULATED:
         return bool(np.all(condition))
 
     def multiply(a: Any, b: Any) -> Any:
-        return np.float32(a) * np.float32(b) if np.isscalar(a) and np.isscalar(b) else a * b
+        return np.float32(a) * np.float32(b) if np.ndim(a) == np.ndim(b) == 0 else a * b
 
     def scaled_by_double(value: Any, factor: float) -> Any:
         return np.float32(np.float64(value) * np.float64(factor))
@@ -68,10 +68,10 @@ if IS_SIMULATED:
         return np.isfinite(value)
 
     def square_root(value: Any) -> Any:
-        return np.sqrt(np.float32(value)) if np.isscalar(value) else np.sqrt(value)
+        return np.sqrt(np.float32(value)) if np.ndim(value) == 0 else np.sqrt(value)
 
     def to_float(value: Any) -> Any:
-        return np.float32(value) if np.isscalar(value) else value.astype(np.float32)
+        return np.float32(value) if np.ndim(value) == 0 else value.astype(np.float32)
 
     def to_index(value: Any) -> Any:
         """Toward zero; NaN: anything."""

@@ -1,4 +1,4 @@
-"""A device for ``dataplane.cuda`` whose memory is the host's: kernels run in Numba's simulator, streams keep their order at once."""
+"""A device whose memory is the host's: kernels run in Numba's simulator, streams keep their order at once."""
 
 import threading
 

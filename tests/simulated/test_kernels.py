@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from fake_cuda import FakeDevice
+from test_codec import SIZES, _address, _as, _bits, _Case, _message, _row, _table, _values
 
 from hvdlite.compression import codec, codec_cpu, codec_cuda
 from hvdlite.compression.rotation import GROUP
 from hvdlite.compression.spec import DTYPES, LEVELS, CodecSpec
-from test_codec import SIZES, _address, _as, _bits, _Case, _message, _row, _table, _values
 
 SPECS = [CodecSpec(bits) for bits in (1, 2, 4, 8)] + [CodecSpec(1, scale) for scale in ("l1", "two_means", "rms")]
 specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.bits}-{spec.scale}")
