@@ -14,7 +14,6 @@ e) complete the handles.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import logging
 import threading
@@ -561,10 +560,8 @@ class Background:
         reason, is_final = str(error), getattr(error, "is_final", False)
 
         def refusal() -> BaseException:
-            """After a failure, what the calls in flight got: a caller can't know whether its call came before or after."""
-            if not isinstance(error, NotInitializedError):
-                return copy.copy(error)
-            refused = NotInitializedError(f"hvdlite is no longer running: {reason}: call init() first")
+            """The cause stands first, as in the calls in flight: a caller can't know whether its own came before the end."""
+            refused = NotInitializedError(f"{reason}\nhvdlite is no longer running since then: call init() first")
             refused.is_final = is_final
             return refused
 

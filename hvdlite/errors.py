@@ -92,7 +92,7 @@ class PeerFailedError(HorovodInternalError):
 
 
 class NotInitializedError(HorovodInternalError, ValueError):
-    """The runtime is not running: before ``init()``, after ``shutdown()``, or after all ranks left."""
+    """The runtime is not running: before ``init()``, after ``shutdown()``, or after the job ended."""
 
 
 class JobFailedError(HvdliteError, RuntimeError):
