@@ -289,7 +289,7 @@ def test_a_rank_that_leaves_fails_what_others_wait_for():
         else:
             with pytest.raises(PeerFailedError, match="rank 1 failed: RuntimeError: boom"):
                 rank.allreduce(np.ones(1), name="waits")
-        with pytest.raises(NotInitializedError, match="rank 1 failed: RuntimeError: boom\n.*init"):
+        with pytest.raises(NotInitializedError, match=r"rank 1 failed: RuntimeError: boom\n.*init"):
             rank.allreduce(np.ones(1), name="later")
 
     run_ranks(3, body)

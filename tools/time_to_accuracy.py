@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import scipy.stats
 import torch
 from simulate_convergence import load
 
@@ -35,8 +35,6 @@ RATES = {"sgd": 0.1, "rmsprop": 1e-3, "adagrad": 1e-2}
 OPTIMIZERS = {"sgd": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
               "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "rmsprop": torch.optim.RMSprop,
               "adagrad": torch.optim.Adagrad}
-#: Student's t for 95 %, by degrees of freedom.
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20, 14: 2.14, 19: 2.09}
 
 
 @dataclass(frozen=True)
@@ -134,22 +132,22 @@ def summary(runs: list[Run], options: argparse.Namespace) -> str:
              f"{'s to target':>12}  accuracy of every seed"]
     for way, found in of.items():
         differences = [one.accuracy - first.accuracy for one, first in zip(found, of[ways[0]], strict=True)]
-        mean, half = statistics.mean(differences), half_interval(differences)
+        low, high = interval(differences)
         reached = [one.seconds_to_target for one in found]
         target = statistics.median(one for one in reached if one is not None) if all(reached) else None
         pace = statistics.median(one.ms_per_step for one in found)
-        lines.append(f"{way:>10} {statistics.mean(one.accuracy for one in found):7.2f} {mean:+11.3f} "
-                     f"{f'[{mean - half:+.3f}, {mean + half:+.3f}]':>18} {pace:8.2f} "
+        lines.append(f"{way:>10} {statistics.mean(one.accuracy for one in found):7.2f} {statistics.mean(differences):+11.3f} "
+                     f"{f'[{low:+.3f}, {high:+.3f}]':>18} {pace:8.2f} "
                      f"{'-' if target is None else f'{target:.2f}':>12}  {' '.join(f'{one.accuracy:.2f}' for one in found)}")
     return "\n".join(lines)
 
 
-def half_interval(values: list[float]) -> float:
-    degrees = len(values) - 1
-    if not degrees:
-        return math.inf
-    t = STUDENT[max(known for known in STUDENT if known <= degrees)]
-    return float(t * np.std(values, ddof=1) / math.sqrt(len(values)))
+def interval(differences: list[float]) -> tuple[float, float]:
+    """The mean's 95 % interval."""
+    if len(set(differences)) == 1:
+        return (differences[0],) * 2 if len(differences) > 1 else (-math.inf, math.inf)
+    found = scipy.stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    return float(found.low), float(found.high)
 
 
 if __name__ == "__main__":

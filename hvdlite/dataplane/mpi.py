@@ -88,7 +88,7 @@ class MpiPlane:
             if max(counts.sum(axis=0).max(), counts.sum(axis=1).max()) <= self._max_count:
                 datatype = self._datatype(target)
                 send_from, receive_at = offsets(sent), offsets(received)
-                # Its own part is copied: some MPIs send it to themselves, 8 KB per test (25 MB took 700 ms, not 10).
+                # Its own part is copied: some MPIs send it to themselves, 8 KB per test (25 MB took 700 ms).
                 own = slice(send_from[self.rank], send_from[self.rank + 1])
                 target[receive_at[self.rank] : receive_at[self.rank + 1]] = source[own]
                 to_others = np.arange(self.size) != self.rank

@@ -155,7 +155,6 @@ class ParameterExchange:
         runtime = default_runtime()
         if runtime is self._runtime:
             return
-        self._clear()
         self._exchange = None
         members = runtime.members(self._options.process_set)
         if members.size() > 1 and members.rank_in_set >= 0:  # on every rank of the set or on none, so that labels agree
@@ -292,9 +291,7 @@ class ParameterExchange:
             self._contexts[index] = (gradient, context)
         return sent
 
-    def _bring_home(
-        self, number: int, bucket: Sequence[int], gradients: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _bring_home(self, number: int, bucket: Sequence[int], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copy gradients that backward made anew to where their bucket wants them, which becomes their parameters' ``grad``."""
         memories = self._memories[number]
         if not memories or torch.is_inference_mode_enabled():
