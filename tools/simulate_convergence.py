@@ -206,16 +206,19 @@ def draw(found: list[dict[str, Any]], file: str) -> None:
     except ImportError:
         sys.exit("simulate_convergence: --plot needs matplotlib: pip install matplotlib")
     what = [key for key in ("lag", "residual", "mean") if key in found[0]]
-    figure, axes = pyplot.subplots(1, len(what), figsize=(7 * len(what), 5), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(what), figsize=(6 * len(what) + 3, 5), squeeze=False,
+                                   layout="constrained")
     for axis, key in zip(axes[0], what, strict=True):
         for way in dict.fromkeys(one["way"] for one in found):
             rows = [one for one in found if one["way"] == way]
             axis.plot([one["ranks"] for one in rows], [one[key] for one in rows], marker="o", label=way)
-        axis.set(xlabel="ranks", xscale="log", title={"lag": "lag, steps", "residual": "residual / gradient, energy",
-                                                      "mean": "validation accuracy, %"}[key])
+        ranks = sorted({one["ranks"] for one in found})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, [str(one) for one in ranks])
+        axis.set(xlabel="ranks", title={"lag": "lag, steps", "residual": "residual / gradient, energy",
+                                             "mean": "validation accuracy, %"}[key])
         axis.set_yscale("linear" if key == "mean" else "log")
-        axis.legend()
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(file, dpi=120)
 
 
