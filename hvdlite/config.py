@@ -135,9 +135,20 @@ class Config:
     hierarchical_quantized: str = _setting(
         "auto", _choice("auto", "on", "off"), env="HIERARCHICAL_QUANTIZED", flag=None,
         help="whether quantised exchanges sum densely within hosts of several ranks first; auto: if that is measured to pay")
+    autotune: bool = _setting(
+        False, _flag, env="AUTOTUNE", horovod="AUTOTUNE", flag="--autotune",
+        help="try bucket sizes on the first training steps and stay with the fastest; an explicit threshold is obeyed instead")
+    autotune_log: str = _setting(
+        "", str, env="AUTOTUNE_LOG", horovod="AUTOTUNE_LOG", flag="--autotune-log-file",
+        help="rank 0 appends to this file what --autotune tried, and chose: one JSON object a line")
+    cache_dir: str = _setting(
+        "", str, env="CACHE_DIR", flag=None,
+        help="where bucket sizes found are kept for later jobs; empty: $XDG_CACHE_HOME/hvdlite or ~/.cache/hvdlite")
     max_mpi_count: int = _setting(
         2**31 - 1, _positive, env="MAX_MPI_COUNT", flag=None,
         help="largest count handed to one MPI call; larger transfers are cut (tests lower it)")
+    #: The names of the settings that the environment gave.
+    explicit: frozenset[str] = frozenset()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -146,13 +157,18 @@ class Config:
         Raises: ConfigError that names the variable, its text and what it must be.
         """
         environ = os.environ if environ is None else environ
-        values = {}
-        for one in fields(cls):
+        values: dict[str, Any] = {}
+        for one in settings():
             for variable in variable_names(one):
                 if variable in environ:
                     values[one.name] = _parse(one, environ[variable], f"environment variable {variable}")
                     break
-        return cls(**values)
+        return cls(**values, explicit=frozenset(values))
+
+
+def settings() -> list[Field[Any]]:
+    """The fields of Config that a user sets."""
+    return [one for one in fields(Config) if "env" in one.metadata]
 
 
 def variable_names(one: Field[Any]) -> tuple[str, ...]:
@@ -172,7 +188,7 @@ def _parse(one: Field[Any], text: str, where: str) -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` one flag per setting; a flag that was not used is absent from the namespace."""
     group = parser.add_argument_group("settings of the runtime (also as environment variables)")
-    for one in fields(Config):
+    for one in settings():
         flag = one.metadata["flag"]
         if flag is None:
             continue
@@ -190,7 +206,7 @@ def environment_from_arguments(arguments: argparse.Namespace) -> dict[str, str]:
     Raises: ConfigError that names the flag, its text and what it must be.
     """
     environment = {}
-    for one in fields(Config):
+    for one in settings():
         if not hasattr(arguments, one.name):
             continue
         text = getattr(arguments, one.name)
@@ -213,12 +229,19 @@ def _scaled(one: Field[Any], text: str) -> str:
 def markdown_table() -> str:
     """The settings as a Markdown table; the README holds it, and a test holds the README to it."""
     rows = ["| setting | default | environment | flag of hvdrun | meaning |", "|---|---|---|---|---|"]
-    for one in fields(Config):
+    for one in settings():
         names = "<br>".join(f"`{name}`" for name in variable_names(one))
         flag = f"`{one.metadata['flag']}`" if one.metadata["flag"] else ""
         default = f"`{one.default!r}`"
         rows.append(f"| `{one.name}` | {default} | {names} | {flag} | {one.metadata['help']} |")
     return "\n".join(rows)
+
+
+def cache_directory(config: Config, environ: Mapping[str, str] | None = None) -> str:
+    """Where measured values are kept from job to job."""
+    environ = os.environ if environ is None else environ
+    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return config.cache_dir or os.path.join(home, "hvdlite")
 
 
 def wants_colour(is_terminal: bool, environ: Mapping[str, str] | None = None) -> bool:

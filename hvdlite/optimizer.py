@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdlite import submission
 from hvdlite.adapters import adapter_for
+from hvdlite.bucket_size import PROBED_BYTES, SMALLEST_MODEL_BYTES, Cache, LiveTuner, Tuner, appender, probe
 from hvdlite.buffer import Buffer, Memory
 from hvdlite.compressor import NoneCompressor, Quantized, checked
 from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
@@ -68,6 +69,77 @@ def agree_on_order(names: Sequence[str], label: str, members: Members, runtime: 
     return [places[name] for name in everyones[0]]
 
 
+def bucket_size(
+    gradients: Sequence[GradientSpec], label: str, members: Members, runtime: Runtime
+) -> tuple[int, LiveTuner | None]:
+    """How large the buckets of an optimizer shall be, in bytes, and what tries others with --autotune.
+
+    Collective over the set. An explicit fusion threshold is obeyed. Otherwise: what the first rank has in its file, else what a
+    short probe finds, which goes into that file.
+    """
+    config = runtime.config
+    total = sum(one.num_bytes for one in gradients)
+    if "fusion_threshold_bytes" in config.explicit or members.size() == 1:
+        if config.autotune and members.size() > 1 and members.rank_in_set == 0:
+            _log.warning("%s: --autotune leaves the fusion threshold as it was set, at %d bytes", label,
+                         config.fusion_threshold_bytes)
+        return config.fusion_threshold_bytes, None
+    is_first = members.rank_in_set == 0
+    cache = Cache(config)
+    kind = runtime.kind_of_job(members, [one.num_bytes for one in gradients])
+    known = allgather_object((total, cache.get(kind) if is_first else None, all(one.device == "cpu" for one in gradients)),
+                             f"{label}.bucket_size", members, runtime)
+    size = known[0][1]
+    if any(other != total for other, *_ in known) or total < SMALLEST_MODEL_BYTES:
+        return config.fusion_threshold_bytes, None  # differing gradients are reported when they are exchanged
+
+    def slowest(seconds: Sequence[float]) -> list[float]:
+        call = Submission(Collective.ALLREDUCE, np.array(seconds), name=f"{label}.seconds", process_set=members, runtime=runtime)
+        result: np.ndarray = submission.allreduce(call, in_place=True, average=None, op=ReduceOp.Max, prescale_factor=1.0,
+                                                   postscale_factor=1.0).wait()
+        return list(result.tolist())
+
+    dense = [one for one in gradients if not one.is_quantized]  # the others share an exchange whatever their buckets
+    if size is None and sum(one.num_bytes for one in dense) >= SMALLEST_MODEL_BYTES and all(on_host for *_, on_host in known):
+        size, why = _probed(dense, f"{label}.probe", members, runtime, slowest)
+        if is_first:
+            _log.info("%s: buckets of %d bytes: %s", label, size, why)
+            cache.put(kind, size, "probe", why)
+    size = config.fusion_threshold_bytes if size is None else size
+    if not config.autotune:
+        return size, None
+    append = appender(config.autotune_log if is_first else "", label)
+
+    def note(record: dict[str, Any]) -> None:
+        append(record)
+        if record["event"] == "choice" and is_first:
+            _log.info("%s: --autotune stays with buckets of %d bytes: %s", label, record["bytes"], record["why"])
+            cache.put(kind, record["bytes"], "autotune", record["why"])
+
+    return size, LiveTuner(Tuner(size, total), slowest, note)
+
+
+def _probed(
+    gradients: Sequence[GradientSpec], label: str, members: Members, runtime: Runtime,
+    slowest: Callable[[Sequence[float]], list[float]],
+) -> tuple[int, str]:
+    """Time the exchange of zeros in place of the last of the gradients, which are the first to leave."""
+    taken: list[GradientSpec] = []
+    for one in reversed(gradients):
+        taken.append(one)
+        if sum(other.num_bytes for other in taken) >= PROBED_BYTES:
+            break
+    taken.reverse()
+    arrays = [np.zeros(min(one.num_bytes, PROBED_BYTES) // 4, np.float32) for one in taken]
+
+    def make(size: int) -> Callable[[], Any]:
+        exchange = GradientExchange(
+            taken, label=f"{label}.{size}", in_place=True, process_set=members, runtime=runtime, bucket_bytes=size)
+        return lambda: exchange.finish(lambda index: arrays[index])
+
+    return probe(make, slowest, runtime.config.fusion_threshold_bytes, sum(array.nbytes for array in arrays))
+
+
 class GradientExchange:
     """The gradients of one optimizer, in buckets that are fixed from names and sizes alone.
 
@@ -78,33 +150,26 @@ class GradientExchange:
     *Threads*: one user thread at a time.
     """
 
+    num_cuts = 0
+
     def __init__(
         self, gradients: Sequence[GradientSpec], *, label: str, op: ReduceOp = ReduceOp.Average, in_place: bool,
-        prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
+        prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | Members | None = None,
         groups: Sequence[Sequence[int]] = (), runtime: Runtime | None = None, compression: Quantized | None = None,
-        moment: Callable[[int], np.ndarray | None] | None = None,
+        moment: Callable[[int], np.ndarray | None] | None = None, bucket_bytes: int | None = None,
+        tuner: LiveTuner | None = None,
     ) -> None:
         """``label`` tells this optimizer's operations from another's; equal on all ranks. ``groups``: indices of
-        gradients that make a bucket of their own, whatever its size; the rest is cut by the fusion threshold.
+        gradients that make a bucket of their own, whatever its size; the rest is cut into buckets of ``bucket_bytes``, by default
+        the fusion threshold, and anew whenever ``tuner`` says so.
         ``compression``: of the gradients that are quantised, which never share a bucket with others. ``moment(index)``: the
         second moment of a gradient, flat float32, the same on all ranks, in whose units it is quantised; where it gives None
         the gradient travels densely."""
         self._runtime = runtime or default_runtime()
+        self._gradients, self._groups = list(gradients), [list(group) for group in groups]
         self._names = [one.name for one in gradients]
-        grouped = {index for group in groups for index in group}
-        rest = [index for index in range(len(gradients)) if index not in grouped]
-        self._buckets = [
-            list(part) for group in groups for quantized in (False, True)
-            if (part := [index for index in group if gradients[index].is_quantized is quantized])]
-        kinds = [(one.device, one.is_quantized) for one in gradients]
-        for kind in dict.fromkeys(kinds[index] for index in rest):  # a bucket travels from one device, in one way
-            here = [index for index in rest if kinds[index] == kind]
-            planned = plan_gradient_buckets(
-                [gradients[index].num_bytes for index in here], self._runtime.config.fusion_threshold_bytes)
-            self._buckets += [[here[place] for place in bucket] for bucket in planned]
-        self._bucket_names = [tuple(self._names[index] for index in bucket) for bucket in self._buckets]
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
-        self._is_quantized = [gradients[bucket[0]].is_quantized for bucket in self._buckets]
+        self._tuner = tuner
+        self._cut(self._runtime.config.fusion_threshold_bytes if bucket_bytes is None else bucket_bytes)
         self._compression = compression
         self._moment = moment
         self._warmup_steps = compression.warmup_steps if compression is not None else 0
@@ -124,12 +189,31 @@ class GradientExchange:
         self._scales = (prescale_factor, postscale_factor)
         self._process_set = process_set
         self._ready: dict[int, Any] = {}
+        self._handles: dict[int, Handle] = {}
+
+    def _cut(self, bucket_bytes: int) -> None:
+        """Fix the buckets; nothing is known of where their gradients lie."""
+        gradients, groups = self._gradients, self._groups
+        grouped = {index for group in groups for index in group}
+        rest = [index for index in range(len(gradients)) if index not in grouped]
+        self._buckets = [
+            list(part) for group in groups for quantized in (False, True)
+            if (part := [index for index in group if gradients[index].is_quantized is quantized])]
+        kinds = [(one.device, one.is_quantized) for one in gradients]
+        for kind in dict.fromkeys(kinds[index] for index in rest):  # a bucket travels from one device, in one way
+            here = [index for index in rest if kinds[index] == kind]
+            planned = plan_gradient_buckets([gradients[index].num_bytes for index in here], bucket_bytes)
+            self._buckets += [[here[place] for place in bucket] for bucket in planned]
+        self._bucket_names = [tuple(self._names[index] for index in bucket) for bucket in self._buckets]
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._is_quantized = [gradients[bucket[0]].is_quantized for bucket in self._buckets]
         self._homes: dict[int, Buffer] = {}
         self._flats: list[tuple[np.ndarray, ...]] = [()] * len(self._buckets)
         self._memories: list[Memory | None] = [None] * len(self._buckets)
         self._seen: list[list[weakref.ref[Any]]] = [[] for _ in self._buckets]
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._handles: dict[int, Handle] = {}
+        #: How often the buckets were cut: what is known by number is void when it grows.
+        self.num_cuts += 1
 
     @property
     def buckets(self) -> list[list[int]]:
@@ -201,6 +285,12 @@ class GradientExchange:
             self._runtime.residuals.forget_round(members.process_set_id, self.label)
             raise failure
         self.num_steps += 1
+        if self._tuner is not None:
+            bucket_bytes = self._tuner.step()
+            if bucket_bytes is not None:
+                self._cut(bucket_bytes)
+            elif self._tuner.choice is not None:
+                self._tuner = None
         return results
 
     def reset(self) -> None:
@@ -293,6 +383,8 @@ class PlainOptimizer:
         self._op = op
         self._process_set = process_set
         self._exchange: GradientExchange | None = None
+        self._bucket_bytes: int | None = None
+        self._tuner: LiveTuner | None = None
         self._specs: list[GradientSpec] = []
         runtime = default_runtime()
         self.label = runtime.label("gradients", runtime.members(process_set))
@@ -310,11 +402,12 @@ class PlainOptimizer:
             members = runtime.members(self._process_set)
             if members.rank_in_set >= 0:
                 agree_on_order(described, self.label, members, runtime)
+                self._bucket_bytes, self._tuner = bucket_size(specs, self.label, members, runtime)
         if self._exchange is None or specs != self._specs:
             self._specs = specs
             self._exchange = GradientExchange(
                 specs, label=self.label, op=self._op, in_place=False, process_set=self._process_set, compression=self._quantized,
-                moment=self._moment_of(names))
+                moment=self._moment_of(names), bucket_bytes=self._bucket_bytes, tuner=self._tuner)
         if self._quantized is not None:
             averaged = self._exchange.finish(lambda index: gradients[names[index]])
             result = self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdlite.background import Background
+from hvdlite.bucket_size import kind_of_job
 from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config, Starter
 from hvdlite.control.base import ControlPlane
@@ -122,6 +123,12 @@ class Runtime:
         if self.process_sets.get(given.process_set_id) != given:
             raise InvalidRequestError(f"{process_set} is not registered (any more): pass it to add_process_set() first")
         return given
+
+    def kind_of_job(self, members: Members, sizes_bytes: Sequence[int]) -> str:
+        """What the best bucket size of gradients depends on, in words."""
+        hosts = self.topology.hosts
+        num_hosts = len({hosts[rank] for rank in members.ranks}) if hosts else 1
+        return kind_of_job(type(self._plane).__name__, members.size(), num_hosts, sizes_bytes)
 
     def submit(self, entry: TensorEntry, *, wait_for_name: bool = False) -> Handle:
         """Queue an entry.

@@ -7,6 +7,12 @@ import pytest
 collect_ignore = [] if os.environ.get("HVDLITE_LAUNCHER") else ["parallel"]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_its_own(tmp_path_factory):
+    """No test finds, or leaves, what was measured on this machine."""
+    os.environ["HVDLITE_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdlite.compressor import NoneCompressor, Quantized
 from hvdlite.message import ReduceOp
-from hvdlite.optimizer import GradientExchange, GradientSpec, agree_on_order
+from hvdlite.optimizer import GradientExchange, GradientSpec, agree_on_order, bucket_size
 from hvdlite.process_set import Members, ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.torch.bucket_memory import BucketMemory, memories_of
@@ -95,6 +95,8 @@ class ParameterExchange:
             for index in self._contexts:
                 self._receive(index, results[index])
             self._exchange_sparse(self._exchange.label)
+            if self._exchange.num_cuts != self._num_cuts:
+                self._house(self._exchange)
         finally:
             for index in self._overrun:
                 self.parameters[index].grad = None
@@ -171,16 +173,13 @@ class ParameterExchange:
             name, p.numel() * p.element_size(), p.device.type,
             quantized is not None and quantized.takes(name, p.shape, str(p.dtype).removeprefix("torch.")))
                  for name, p in zip(self._names, self.parameters, strict=True)]
+        bucket_bytes, tuner = bucket_size(specs, label, members, runtime)
         exchange = GradientExchange(
             specs, label=label, op=options.op, in_place=True, prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime, compression=quantized,
-            moment=None if quantized is None or options.second_moment is None else self._moment)
-        self._homes = [None] * len(exchange.buckets)
-        self._memories = [{} for _ in exchange.buckets]
-        if self._dense is NoneCompressor:
-            for number, bucket in enumerate(exchange.buckets):
-                if exchange.is_dense(number):
-                    self._make_homes(exchange, number, bucket)
+            moment=None if quantized is None or options.second_moment is None else self._moment,
+            bucket_bytes=bucket_bytes, tuner=tuner)
+        self._house(exchange)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)
             if old is not None:
@@ -188,6 +187,16 @@ class ParameterExchange:
             if parameter.requires_grad:
                 _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(index))
         return exchange
+
+    def _house(self, exchange: GradientExchange) -> None:
+        """Make the memory in which the small gradients of each bucket lie."""
+        self._num_cuts = exchange.num_cuts
+        self._homes = [None] * len(exchange.buckets)
+        self._memories = [{} for _ in exchange.buckets]
+        if self._dense is NoneCompressor:
+            for number, bucket in enumerate(exchange.buckets):
+                if exchange.is_dense(number):
+                    self._make_homes(exchange, number, bucket)
 
     def _make_homes(self, exchange: GradientExchange, number: int, bucket: Sequence[int]) -> None:
         memories = memories_of(bucket, self.parameters)
