@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -487,6 +486,3 @@ def test_blame_of_a_live_job_is_that_of_its_rings(tmp_path):
     assert not found.matrix[:, range(3), range(3)].any()
     blocked = (steps.parts["exposed"] + steps.parts["idle"]).T
     assert (found.matrix.sum(axis=2) <= blocked + 1e5).all()
-
-
-assert Path(ROOT).is_dir()
