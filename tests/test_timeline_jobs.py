@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -458,13 +457,14 @@ def test_t16_large_rings_are_exported_in_bounded_memory(tmp_path):
     made["end_ns"] = made["start_ns"] + 900
     made["phase"] = Phase.MPI_ALLREDUCE
     timeline._memory[HEADER_BYTES:] = made.tobytes()
-    code = ("import sys, resource\nfrom hvdlite.timeline import cli\n"
+    # VmHWM: ru_maxrss holds what the process had been before it became this program.
+    code = ("import sys\nfrom hvdlite.timeline import cli\n"
             f"rc = cli.main(['cut', {str(tmp_path)!r}, '--output', {str(tmp_path / 'o.json')!r}, '--max-mb', '2'])\n"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\nsys.exit(rc)")
+            "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])\nsys.exit(rc)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 450 and (tmp_path / "o.json").stat().st_size < 2e6
-    assert resource.RUSAGE_SELF == 0 and "left out" in done.stderr
+    assert int(done.stdout.split()[-1]) < 300 << 10 and (tmp_path / "o.json").stat().st_size < 2e6
+    assert "left out" in done.stderr
 
 
 def test_a_step_that_is_read_costs_the_job_nothing_it_can_feel():
