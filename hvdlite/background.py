@@ -51,7 +51,7 @@ from hvdlite.negotiation import negotiate
 from hvdlite.response_cache import SlotTable
 from hvdlite.tensor_queue import TensorEntry, TensorQueue
 from hvdlite.timeline.phase import REASONS, Phase
-from hvdlite.timeline.recorder import NullTimeline, Timeline
+from hvdlite.timeline.recorder import NullTimeline, Timeline, time_of_day
 
 _log = logging.getLogger("hvdlite")
 
@@ -274,7 +274,9 @@ class Background:
         """All ranks together: those that record note what they have heard."""
         self._next_clocks_ns = time.monotonic_ns() + _CLOCKS_EVERY_NS
         reading = compare_clocks(self._control)
-        self.clocks.span(Phase.CLOCK, "clock", reading.own_ns, reading.zero_ns, time.time_ns(), value=reading.error_ns)
+        self.clocks.span(Phase.CLOCK, "clock", reading.own_ns, reading.zero_ns, value=reading.error_ns)
+        now = time_of_day()
+        self.clocks.span(Phase.TIME_OF_DAY, "time of day", now.monotonic_ns, now.realtime_ns, value=now.realtime_error_ns)
         if not self._has_probed:
             self._has_probed = True
             if (link := probe_link(self._control)) is not None:

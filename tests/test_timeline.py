@@ -8,12 +8,20 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
+import numpy as np
 import pytest
-from ranks import ROOT, hvdrun
+from ranks import ROOT, hvdrun, run_ranks
 
+from hvdlite.collectives import auto
+from hvdlite.collectives.measure import time_ways
+from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.errors import ConfigError
+from hvdlite.message import Collective, ReduceOp
+from hvdlite.submission import Submission
 from hvdlite.timeline import cli
+from hvdlite.timeline.job import load_job
 from hvdlite.timeline.live import LiveTimeline
 from hvdlite.timeline.phase import LANES, Phase, lane
 from hvdlite.timeline.recorder import HEADER_BYTES, RECORD, NullTimeline, RingTimeline
@@ -192,3 +200,23 @@ for i in range(20):
     assert all(event["args"]["bytes"] == 8_000_000 for event in large)
     live_names = {event["name"] for event in json.loads(live.read_text())}
     assert {"ALLREDUCE", "NEGOTIATE_ALLREDUCE", "MPI_ALLREDUCE", "CYCLE_START"} <= live_names
+
+
+def test_what_auto_tries_out_is_not_recorded_as_if_the_job_had_done_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto, "time_ways", partial(time_ways, sizes=(4096, 65536)))
+
+    def body(rank):
+        rank.runtime.start_timeline(f"{tmp_path}{os.sep}", False)
+        for _ in range(2):
+            tensors = [np.ones(500, np.float32), np.ones(700, np.float32)]
+            call = Submission(Collective.ALLREDUCE, tensors, is_group=True, name="small", runtime=rank.runtime)
+            compressed_allreduce(call, Compression.auto, in_place=False, average=None, op=ReduceOp.Sum, prescale_factor=1.0,
+                                 postscale_factor=1.0).wait(20)
+        rank.runtime.stop_timeline()
+
+    run_ranks(2, body)
+    for rank in load_job(tmp_path).ranks:
+        phases = [Phase(code) for code in rank.records["phase"]]
+        assert phases.count(Phase.BUCKET) == 2
+        assert phases.count(Phase.MPI_ALLREDUCE) + phases.count(Phase.QUANTIZED_ALLREDUCE) <= 2
+        assert phases.count(Phase.MEMCPY_IN_FUSION_BUFFER) <= 2

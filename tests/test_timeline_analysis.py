@@ -11,7 +11,7 @@ import pytest
 from made_traces import MS, MadeJob, request
 
 from hvdlite.fusion import compile_plan
-from hvdlite.timeline import bandwidth, blame, cli, diff, doctor, fusion_use, intervals
+from hvdlite.timeline import bandwidth, blame, cli, diff, doctor, fusion_use, intervals, recorder
 from hvdlite.timeline.clock import ClockMap, Reading, best_reading
 from hvdlite.timeline.export import lint, write_chrome_json
 from hvdlite.timeline.imported import read_trace
@@ -20,7 +20,7 @@ from hvdlite.timeline.phase import LANES, REASONS, Phase
 from hvdlite.timeline.report import as_values, make_report, mean_parts
 from hvdlite.timeline.report_html import as_html
 from hvdlite.timeline.report_text import as_text
-from hvdlite.timeline.ring import TimelineError
+from hvdlite.timeline.ring import TimelineError, read_ring
 from hvdlite.timeline.steps import PARTS, find_steps
 
 
@@ -494,3 +494,32 @@ def test_t17_lost_records_and_two_jobs_in_one_directory_are_told(tmp_path, capsy
 def test_values_are_plain(tmp_path):
     straggling(tmp_path)
     json.dumps(as_values(report_of(tmp_path)), allow_nan=False)
+
+
+def test_t15_a_reading_of_the_time_of_day_that_is_interrupted_does_not_count(monkeypatch):
+    """5 ms pass in six of seven readings, before or after the time of day is read."""
+    now, number = [10**9], [0]
+
+    def monotonic_ns():
+        number[0] += 1
+        now[0] += 100 if number[0] in (7, 8) or number[0] % 2 else 5_000_000
+        return now[0]
+
+    monkeypatch.setattr(recorder.time, "monotonic_ns", monotonic_ns)
+    monkeypatch.setattr(recorder.time, "time_ns", lambda: now[0] + 10**18)
+    found = recorder.time_of_day()
+    assert abs(found.realtime_ns - 10**18 - found.monotonic_ns) <= found.realtime_error_ns == 50
+
+
+def test_t15_a_time_of_day_that_is_set_while_the_job_runs_moves_what_comes_later_and_is_in_the_error(tmp_path):
+    made = MadeJob(tmp_path, 1)
+    made.step([5 * MS])
+    header = read_ring(made.rings[0][0].path).header
+    off = header["realtime_ns"] - header["monotonic_ns"]
+    late = header["monotonic_ns"] + 10**9
+    made.rings[0][2].span(Phase.TIME_OF_DAY, "time of day", late, late + off + 7 * MS, value=40)
+    job = load_job(tmp_path)
+    first, second = job.from_time_of_day(np.array([header["realtime_ns"], late + off + 7 * MS]))
+    assert second - first == pytest.approx(10**9, abs=2e5)
+    assert job.time_of_day_error_ns == pytest.approx(7 * MS, abs=1e5)
+    assert job.from_time_of_day(np.array([job.epoch_ns]))[0] == pytest.approx(0, abs=2)

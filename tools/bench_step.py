@@ -18,6 +18,9 @@ mlp, resnet56: training steps of a perceptron with 1.0 M parameters, and of a re
 overlap: on a slow link (tools/netlab): the gradients of ResNet-50, each after a piece of computation, together about as
 long as the exchange. alone: no exchange; off: it begins when all is computed; on: as gradients come; in flight: the
 computation alone is timed, while everything is on its way.
+timeline: what recording costs a training step, in one run: steps of the mlp and of resnet56 that are recorded and steps that
+are not take turns in pairs of either order; the mean difference of the pairs, without the tenth that differ the most, and its
+95 % interval by bootstrap.
 horovod takes part where it is installed.
 """
 
@@ -29,6 +32,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,14 +42,16 @@ import numpy as np
 import torch
 from bench_allreduce import resnet50_shapes
 
+import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.optimizer import GradientExchange, GradientSpec
 from hvdlite.runtime import default_runtime
 
-ROWS = ("scalar", "resnet50", "small", "16MB", "100MB", "mlp", "resnet56", "overlap")
+ROWS = ("scalar", "resnet50", "small", "16MB", "100MB", "mlp", "resnet56", "overlap", "timeline")
 TRAINING = ("mlp", "resnet56")
 #: Rounds of a row: short ones need more to give a median that is worth something. Chosen.
-ROUNDS = {"scalar": 60, "resnet50": 25, "small": 300, "16MB": 40, "100MB": 15, "mlp": 200, "resnet56": 60, "overlap": 7}
+ROUNDS = {"scalar": 60, "resnet50": 25, "small": 300, "16MB": 40, "100MB": 15, "mlp": 200, "resnet56": 60, "overlap": 7,
+          "timeline": 1000}
 #: Calls in a row in a round, each timed: a loop of calls is what a latency is about. Chosen.
 SCALAR_CALLS = 100
 
@@ -54,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", type=int, default=2)
     parser.add_argument("--impl", default="mpi,ddp,hvdlite,hvdlite-new", help="of mpi, ddp, hvdlite, hvdlite-new, horovod")
-    parser.add_argument("--rows", default=",".join(ROWS[:-1]))
+    parser.add_argument("--rows", default=",".join(ROWS[:-2]))
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of rounds")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--as-rank", action="store_true", help="this is a rank already: hvdrun started it")
@@ -79,6 +85,8 @@ def measure(row: str, impls: list[str], rounds: int) -> dict[str, Any]:
     """Seconds of every round, those of the slowest rank, by implementation."""
     if row == "overlap":
         return overlap(rounds)
+    if row == "timeline":
+        return recording(rounds)
     if row in TRAINING:
         impls = ["none", *impls]
     if row not in ("resnet50", "small"):
@@ -277,6 +285,41 @@ def overlap(rounds: int) -> dict[str, Any]:
     return {"row": "overlap", "ranks": hvd.size(), "seconds": {way: slowest[:, index].tolist() for index, way in enumerate(ways)}}
 
 
+def recording(rounds: int) -> dict[str, Any]:
+    """Steps with and without recording, of each training row. *Shapes* of seconds: (rounds,), each."""
+    runtime = default_runtime()
+    seconds = {}
+    with tempfile.TemporaryDirectory() as directory:
+        directory = hvd.broadcast_object(directory, 0)
+        runtime.start_timeline(f"{directory}/", False)
+        for row in TRAINING:
+            step = training(row, "hvdlite")
+            pairs = max(20, rounds if row == "mlp" else rounds // 20)
+            taken = np.empty((pairs, 2))
+            for number in range(-5, pairs):
+                for is_on in np.random.default_rng(number + 5).permutation(2).tolist():
+                    runtime.marks.window = None if is_on else (0, 0)
+                    runtime.marks.follow_window()
+                    started = time.perf_counter()
+                    step()
+                    hvdlite.mark_step()
+                    if number >= 0:
+                        taken[number, is_on] = time.perf_counter() - started
+            slowest = hvd.allreduce(torch.from_numpy(taken), op=hvd.Max).numpy()
+            seconds |= {f"{row} off": slowest[:, 0].tolist(), f"{row} on": slowest[:, 1].tolist()}
+        runtime.stop_timeline()
+        hvd.barrier()
+    return {"row": "timeline", "ranks": hvd.size(), "seconds": seconds}
+
+
+def cost_of_recording(off: np.ndarray, on: np.ndarray) -> tuple[float, float, float]:
+    """The share of a step, and its 95 % interval. *Shapes*: (pairs,)."""
+    more = np.sort((on - off) / np.median(off))
+    more = more[len(more) // 20 : len(more) - len(more) // 20]
+    means = [np.random.default_rng(seed).choice(more, len(more)).mean() for seed in range(1000)]
+    return float(more.mean()), *map(float, np.quantile(means, [0.025, 0.975]))
+
+
 def perceptron() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """1.0 M parameters in 6 tensors."""
     net = torch.nn.Sequential(torch.nn.Linear(784, 784), torch.nn.ReLU(), torch.nn.Linear(784, 512), torch.nn.ReLU(),
@@ -318,6 +361,12 @@ def table(found: dict[str, Any]) -> str:
         alone, off, on, in_flight = (np.median(seconds[way]) for way in ("alone", "off", "on", "in flight"))
         return (f"{lines[0]}: alone {1e3 * alone:.0f} ms, off {1e3 * off:.0f}, on {1e3 * on:.0f}; exposed on / off "
                 f"{(on - alone) / (off - alone):.3f}; computation slowed by {100 * (in_flight / alone - 1):.1f} %")
+    if row == "timeline":
+        return "\n".join(
+            f"timeline, {found['ranks']} ranks, {model}: {len(seconds[f'{model} off'])} pairs of steps of "
+            f"{1e3 * np.median(seconds[f'{model} off']):.2f} ms: recording adds {100 * mean:+.2f} % ({100 * low:+.2f} to "
+            f"{100 * high:+.2f})" for model in TRAINING
+            for mean, low, high in [cost_of_recording(seconds[f"{model} off"], seconds[f"{model} on"])])
     for impl, one in seconds.items():
         line = f"  {impl:8} median {1e3 * np.median(one):9.3f} ms  least {1e3 * one.min():9.3f}"
         if row in TRAINING:

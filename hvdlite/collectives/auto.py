@@ -218,6 +218,7 @@ def measure_bucket(
     bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace, rounds: int
 ) -> dict[str, float]:
     """Time every way on copies of a bucket's float32 tensors; equal on all ranks. Collective over the plane."""
+    workspace = workspace.unrecorded()
     given = [entries[one.slot].inputs[one.tensor_index].array for one in bucket.segments]
     copies = [one.copy() for one in given]
     buffers: dict[int, list[Buffer]] = {one.slot: list(entries[one.slot].inputs) for one in bucket.segments}

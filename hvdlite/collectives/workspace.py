@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hvdlite.compression.residual import ResidualStore
-from hvdlite.timeline.recorder import Timeline
+from hvdlite.timeline.recorder import NullTimeline, Timeline
 
 
 class Workspace:
@@ -27,6 +28,12 @@ class Workspace:
         #: How each quantised exchange travels, by plane.
         self.routes: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self._fusion_buffer = np.zeros(0, np.uint8)
+
+    def unrecorded(self) -> Workspace:
+        """The same, residuals and all, but for the timeline: what is only tried is no part of a job's history."""
+        other = copy.copy(self)
+        other.timeline = NullTimeline()
+        return other
 
     def fusion_buffer(self, num_bytes: int) -> np.ndarray:
         """At least ``num_bytes`` of scratch memory, overwritten by the next bucket. *Shapes*: (num_bytes,), uint8."""

@@ -163,7 +163,9 @@ def _export(arguments: argparse.Namespace) -> int:
     for number, path in enumerate(arguments.others):
         trace = read_trace(path)
         _tell(trace)
-        more += as_events(trace, job.epoch_ns, 100_000 + 1000 * number)
+        more += as_events(trace, job.from_time_of_day, 100_000 + 1000 * number)
+        print(f"hvdtrace: {path}: placed by the time of day, within +- {job.time_of_day_error_ns / 1e3:.1f} us of rank 0's clock",
+              file=sys.stderr)
     kept, dropped = cut(job, steps=arguments.steps, ranks=arguments.ranks, max_bytes=max_bytes)
     dropped += sum(rank.cut for rank in job.ranks)
     count = write_job(kept, arguments.output, more=more)

@@ -56,6 +56,24 @@ class ClockMap:
         offset += self.drift * (np.minimum(since, 0) + np.maximum(since - ends[-1], 0))
         return own_ns + self._offset[0] + np.rint(offset).astype(np.int64)
 
+    def from_zero(self, zero_ns: np.ndarray) -> np.ndarray:
+        """The inverse of ``to_zero``. *Shapes*: any; int64."""
+        if not self.num_readings:
+            return np.asarray(zero_ns, np.int64)
+        back = ClockMap([Reading(own + offset, own, error) for own, offset, error in zip(
+            self._own.tolist(), self._offset.tolist(), self._error.tolist(), strict=True)])
+        return back.to_zero(zero_ns)
+
+    @property
+    def worst_error_ns(self) -> float:
+        """Of the readings."""
+        return float(self._error.max(initial=0.0))
+
+    @property
+    def spread_ns(self) -> int:
+        """By how much the two clocks have moved against each other between readings."""
+        return int(self._offset.max() - self._offset.min()) if self.num_readings else 0
+
     def error_ns(self, own_ns: np.ndarray) -> np.ndarray:
         """The bound of ``to_zero``'s error. *Shapes*: as given; float64."""
         own_ns = np.asarray(own_ns, np.int64)

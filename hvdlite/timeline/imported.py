@@ -9,10 +9,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvdlite.timeline.ring import TimelineError
 
@@ -131,15 +133,17 @@ def _by_line(text: str, at: int) -> tuple[Any, int]:
     return None, at
 
 
-def as_events(trace: Trace, epoch_ns: int, first_pid: int) -> list[dict[str, Any]]:
-    """A trace's events as processes from ``first_pid`` on, their times counted from ``epoch_ns``.
+def as_events(trace: Trace, place: Callable[[np.ndarray], np.ndarray], first_pid: int) -> list[dict[str, Any]]:
+    """A trace's events as processes from ``first_pid`` on, their times as ``place`` makes them of times of day (int64, ns).
 
     Raises: TimelineError where the trace does not tell the time of day.
     """
     if not trace.epoch_ns and trace.kind != "torch profiler trace":
         raise TimelineError(f"{trace.path}: it does not tell the time of day, so it cannot be placed beside others: "
                             "use hvdtrace import for it alone")
-    shift_us = (trace.epoch_ns - epoch_ns) / 1e3
+    timed = [event for event in trace.events if isinstance(event.get("ts"), (int, float))]
+    times = place(np.rint([1000.0 * event["ts"] for event in timed]).astype(np.int64) + trace.epoch_ns) / 1e3
+    placed = {id(event): at for event, at in zip(timed, times.tolist(), strict=True)}
     pids: dict[Any, int] = {}
     tids: dict[Any, int] = {}
     made: list[dict[str, Any]] = []
@@ -150,8 +154,8 @@ def as_events(trace: Trace, epoch_ns: int, first_pid: int) -> list[dict[str, Any
         pid = pids.setdefault(event.get("pid", 0), first_pid + len(pids))
         tid = tids.setdefault((pid, event.get("tid", 0)), len(tids) + 1)
         one = {**event, "pid": pid, "tid": tid}
-        if isinstance(event.get("ts"), (int, float)):
-            one["ts"] = round(event["ts"] + shift_us, 3)
+        if id(event) in placed:
+            one["ts"] = placed[id(event)]
         elif event["ph"] != "M":
             continue
         if event["ph"] == "M" and event.get("name") == "process_name":
@@ -173,7 +177,7 @@ def merge_traces(traces: Sequence[Trace], output: Path | str) -> int:
     events: list[dict[str, Any]] = []
     for number, trace in enumerate(traces):
         placed = trace if trace.epoch_ns else Trace(trace.path, trace.kind, trace.events, 1, trace.lost, trace.is_cut)
-        events += as_events(placed, int(first), 1 + 10_000 * number)
+        events += as_events(placed, lambda at: at - int(first), 1 + 10_000 * number)
     other = {"format": "hvdlite", "epoch_unix_ns": int(first), "lost_pieces": sum(trace.lost for trace in traces),
              "cut_files": [trace.path for trace in traces if trace.is_cut]}
     with open(output, "w", encoding="ascii") as file:

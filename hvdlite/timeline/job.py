@@ -55,6 +55,16 @@ class Job:
     epoch_ns: int
     about: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    of_day: ClockMap = field(default_factory=ClockMap)
+
+    def from_time_of_day(self, epoch_ns: np.ndarray) -> np.ndarray:
+        """Times of this job, in ns from its first record, of times of day. *Shapes*: any; int64."""
+        return self.of_day.to_zero(epoch_ns) - self.zero_ns
+
+    @property
+    def time_of_day_error_ns(self) -> float:
+        """How well times of day can be placed: as both clocks were read, and by how much the time of day was set meanwhile."""
+        return self.of_day.worst_error_ns + self.of_day.spread_ns
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -99,7 +109,7 @@ def merge(rings: list[Ring], missing: list[int], *, allow_unsynced: bool = False
     for rank, own in by_rank.items():
         parts, threads = [], []
         for number, ring in enumerate(own):
-            records = ring.records[ring.records["phase"] != Phase.CLOCK].copy()
+            records = ring.records[~np.isin(ring.records["phase"], (Phase.CLOCK, Phase.TIME_OF_DAY))].copy()
             ids = np.array([names.setdefault(name, len(names)) for name in ring.names] or [0], np.uint32)
             records["name"] = ids[records["name"]]
             for field_name in ("start_ns", "end_ns"):
@@ -130,10 +140,21 @@ def merge(rings: list[Ring], missing: list[int], *, allow_unsynced: bool = False
             notes.append(f"rank {one.rank}: {one.torn} record(s) torn by the end of the process, left out")
     if missing:
         notes.append(f"no ring of {format_ranks(missing)}: what those ranks did is not in here")
-    first = by_rank[min(by_rank)][0].header
-    to_epoch = first["realtime_ns"] - int(clocks[min(by_rank)].to_zero(np.array([first["monotonic_ns"]]))[0])
-    return Job(max(ring.header["size"] for ring in rings), tuple(ranks), tuple(names), tuple(missing), zero_ns,
-               zero_ns + to_epoch, about, tuple(notes))
+    first = min(by_rank)
+    of_day = _time_of_day(by_rank[first], clocks[first])
+    epoch_ns = int(of_day.from_zero(np.array([zero_ns]))[0])
+    return Job(max(ring.header["size"] for ring in rings), tuple(ranks), tuple(names), tuple(missing), zero_ns, epoch_ns, about,
+               tuple(notes), of_day)
+
+
+def _time_of_day(rings: list[Ring], clock: ClockMap) -> ClockMap:
+    """From the time of day to rank 0's clock, by what one rank's rings tell."""
+    found = [(ring.header["monotonic_ns"], ring.header["realtime_ns"], float(ring.header["realtime_error_ns"])) for ring in rings]
+    for ring in rings:
+        readings = ring.records[ring.records["phase"] == Phase.TIME_OF_DAY]
+        found += readings[["start_ns", "end_ns", "value"]].tolist()
+    zero = clock.to_zero(np.array([one[0] for one in found], np.int64)).tolist()
+    return ClockMap([Reading(of_day, at, error) for (_, of_day, error), at in zip(found, zero, strict=True)])
 
 
 def _clock_of(

@@ -24,7 +24,8 @@ class Marks:
     def __init__(self, window: tuple[int, int] | None = None) -> None:
         """``window``: the first step to record and the first one not to; None for all."""
         self.num_steps = 0
-        self._window = window
+        #: May be changed at any time; see ``follow_window``.
+        self.window = window
         self._make: Callable[[str], RingTimeline] | None = None
         self._others: tuple[RingTimeline, ...] = ()
         self._owner: object = None
@@ -43,7 +44,7 @@ class Marks:
 
     @property
     def _is_open(self) -> bool:
-        return self._window is None or self._window[0] <= self.num_steps < self._window[1]
+        return self.window is None or self.window[0] <= self.num_steps < self.window[1]
 
     def record_into(self, make: Callable[[str], RingTimeline] | None, others: tuple[RingTimeline, ...]) -> None:
         """Make rings by ``make(thread)`` from now on, or none; ``others`` are switched by the window too."""
@@ -75,9 +76,12 @@ class Marks:
             self._used = used
         self._last_ns = now_ns
         self.num_steps += 1
-        if self._window is not None:
-            for ring in self._others:
-                ring.is_recording = self._is_open
+        self.follow_window()
+
+    def follow_window(self) -> None:
+        """Let the background thread's ring record as ``window`` says now."""
+        for ring in self._others:
+            ring.is_recording = self._is_open
 
     def span(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record that this thread did ``name`` meanwhile."""

@@ -50,6 +50,8 @@ class Phase(IntEnum):
     DECISION = 67
     #: ``value`` is the norm of what a quantised exchange has left over, ``num_bytes`` what went over the wire.
     RESIDUAL = 68
+    #: A reading of this rank's clock (start_ns) and of the time of day at that moment (end_ns), ``value`` the error in ns.
+    TIME_OF_DAY = 69
 
 
 #: The lane (thread of the trace viewer) that shows a phase.

@@ -21,7 +21,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hvdlite.errors import ConfigError
 from hvdlite.timeline.phase import Phase
@@ -35,6 +35,9 @@ _PAYLOAD = struct.Struct("<qqQIHHIIIId")
 #: not fill the disk.
 MAX_NAMES = 1 << 17
 OTHER = "(more names than are kept)"
+
+#: Readings of two clocks of which the best counts. Chosen: they take some us.
+NUM_READINGS = 7
 
 
 class Timeline(Protocol):
@@ -115,8 +118,7 @@ class RingTimeline:
         self._about: dict[str, Any] = {}
         self._num_lines = 0
         header = dict(magic=MAGIC, rank=rank, size=size, thread=thread, capacity=self._capacity, pid=os.getpid(),
-                      host=socket.gethostname(), clock=clock_identity(), monotonic_ns=time.monotonic_ns(),
-                      realtime_ns=time.time_ns(), **(facts or {}))
+                      host=socket.gethostname(), clock=clock_identity(), **time_of_day()._asdict(), **(facts or {}))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # New files, not the old ones emptied: whoever reads those goes on with what they were.
@@ -249,6 +251,21 @@ def rings_of(timeline: Timeline) -> list[RingTimeline]:
     """The rings among what a timeline records into."""
     parts = timeline.timelines if isinstance(timeline, TeeTimeline) else (timeline,)
     return [one for one in parts if isinstance(one, RingTimeline)]
+
+
+class TimeOfDay(NamedTuple):
+    """The same moment by CLOCK_MONOTONIC and by the time of day, which lies within ``realtime_error_ns`` of it."""
+
+    monotonic_ns: int
+    realtime_ns: int
+    realtime_error_ns: int
+
+
+def time_of_day() -> TimeOfDay:
+    """Read both clocks. Of some readings the closest counts: any of them may be interrupted for milliseconds."""
+    before, now, after = min(((time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(NUM_READINGS)),
+                             key=lambda one: one[2] - one[0])
+    return TimeOfDay((before + after) // 2, now, max(1, (after - before + 1) // 2))
 
 
 def clock_identity() -> str:
