@@ -18,7 +18,7 @@ _API = (
     "global_process_set",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-    "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "rank", "reducescatter",
+    "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mark", "mark_step", "rank", "reducescatter",
     "reducescatter_async", "remove_process_set", "set_loss_scale", "shutdown", "size", "start_timeline", "stop_timeline",
     "sync_residuals",
 )

@@ -24,6 +24,7 @@ from hvdlite.objects import allgather_object, broadcast_object
 from hvdlite.process_set import ProcessSet, global_process_set
 from hvdlite.runtime import default_runtime, is_initialized, shutdown, start_default
 from hvdlite.submission import Submission
+from hvdlite.timeline.marks import Marked
 
 Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
@@ -84,9 +85,26 @@ def is_homogeneous() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record into a Chrome JSON file from now on, as with HOROVOD_TIMELINE; rank 0 writes, all ranks may call.
 
+    Where ``file_path`` is a directory, or ends with a slash, every rank that calls records into rings in it, for hvdtrace.
     Raises: ConfigError where the file cannot be made.
     """
     default_runtime().start_timeline(file_path, mark_cycles)
+
+
+def mark_step() -> None:
+    """Say that a training step has ended, for the timeline; call it once in each step, on every rank.
+
+    The wrapped optimizers do it by themselves, until a call tells better. Costs nothing to speak of while nothing is recorded.
+    """
+    default_runtime().marks.step()
+
+
+def mark(name: str) -> Marked:
+    """A context manager that records what this thread does inside: ``with hvdlite.mark("input"): batch = next(batches)``.
+
+    "input", "forward" and "backward" are what ``hvdtrace report`` tells apart from other computing; any name is shown.
+    """
+    return Marked(default_runtime().marks, name)
 
 
 def sync_residuals(process_set: ProcessSet | None = None) -> None:
@@ -265,7 +283,7 @@ __all__ = [
     "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "explain_compression", "global_process_set",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-    "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "rank", "reducescatter",
+    "init", "is_homogeneous", "is_initialized", "join", "local_rank", "local_size", "mark", "mark_step", "rank", "reducescatter",
     "reducescatter_async", "remove_process_set", "set_loss_scale", "shutdown", "size", "start_timeline", "stop_timeline",
     "sync_residuals",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,3 +37,15 @@ class Buffer:
     def address(self) -> int:
         """Of the first byte; asked for only when tensors are packed."""
         return self.known_address or self.array.__array_interface__["data"][0]
+
+
+class Memory(NamedTuple):
+    """Where tensors lie that are exchanged in place, again and again.
+
+    *Shapes*: ``addresses`` one for each of ``buffers``, uint64. ``flats``: memory in which some lie side by side, flat, of the
+    tensors' dtype.
+    """
+
+    buffers: tuple[Buffer, ...]
+    addresses: np.ndarray
+    flats: tuple[np.ndarray, ...]

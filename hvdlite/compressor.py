@@ -83,11 +83,12 @@ class Quantized(Compressor):
     """1, 2, 4 or 8 bits per element and a scale per group of 512, with what is left over sent in later calls.
 
     ``scale``: "rotated", or for comparison, with 1 bit, "l1", "two_means" (CNTK's) or "rms". ``schedule``: "ring", "two_shot",
-    or "auto". Optimizer wrappers exchange densely for ``warmup_steps`` steps, and always what has one dimension or none, fewer
-    than ``min_elements`` elements, or a name that ``exclude`` holds: a function of the name, or patterns such as
-    ``["embedding.*"]``. ``precondition``: "adam" quantises in units of the root of Adam's second moment, which all ranks hold
-    alike, without residuals, after at least 20 dense steps; None: where the torch optimizer needs it; "none": never. On a single
-    call compression is obeyed whatever the tensor; integers arrive exactly.
+    or "auto", the one that was measured to be the faster: name one if a job is to repeat another bit by bit. Optimizer wrappers
+    exchange densely for ``warmup_steps`` steps, and always what has one dimension or none, fewer than ``min_elements`` elements,
+    or a name that ``exclude`` holds: a function of the name, or patterns such as ``["embedding.*"]``. ``precondition``: "adam"
+    quantises in units of the root of Adam's second moment, which all ranks hold alike, without residuals, after at least 20 dense
+    steps; None: where the torch optimizer needs it; "none": never. On a single call compression is obeyed whatever the tensor;
+    integers arrive exactly.
 
     float16, bfloat16, float32 and float64 tensors; Average and Sum. Residuals belong to the call's name: unnamed calls have none.
     Raises: InvalidRequestError for other values.

@@ -21,6 +21,13 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
 
 
+def _steps(text: str) -> str:
+    first, colon, end = text.partition(":")
+    if text and not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ValueError("is not FIRST:END with FIRST < END, as 100:110")
+    return text
+
+
 def _flag(text: str) -> bool:
     word = text.strip().lower()
     if word in _TRUE:
@@ -105,6 +112,9 @@ class Config:
     timeline_ring_bytes: int = _setting(
         16 * _MEBIBYTE, _at_least(int, 4096), env="TIMELINE_RING", flag="--timeline-ring-mb", flag_scale=_MEBIBYTE,
         help="size of one ring file; when it is full the oldest records are overwritten")
+    timeline_steps: str = _setting(
+        "", _steps, env="TIMELINE_STEPS", flag="--timeline-steps",
+        help="record these training steps only, as 100:110 (110 not included), counted from 0")
     stall_check_disable: bool = _setting(
         False, _flag, env="STALL_CHECK_DISABLE", horovod="STALL_CHECK_DISABLE", flag="--no-stall-check",
         help="do not report tensors that wait for some ranks")
@@ -217,6 +227,12 @@ def markdown_table() -> str:
         default = f"`{one.default!r}`"
         rows.append(f"| `{one.name}` | {default} | {names} | {flag} | {one.metadata['help']} |")
     return "\n".join(rows)
+
+
+def wants_colour(is_terminal: bool, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether to paint what is printed: on a terminal that can, unless NO_COLOR says otherwise."""
+    environ = os.environ if environ is None else environ
+    return is_terminal and environ.get("TERM", "dumb") != "dumb" and not environ.get("NO_COLOR")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from hvdlite.message import Collective, Request
 
 #: Bytes from which a tensor is exchanged where it lies instead of being packed. Chosen near where copying a
@@ -57,6 +59,8 @@ class Bucket:
     segments: tuple[Segment, ...]
     num_bytes: int
     finishes: tuple[int, ...] = ()
+    #: Why nothing more travels with it: a word of ``phase.REASONS``.
+    reason: str = "single"
 
     @cached_property
     def label(self) -> str:
@@ -67,6 +71,19 @@ class Bucket:
     def num_elements(self) -> int:
         """Of all tensors."""
         return sum(one.num_elements for one in self.segments)
+
+    @cached_property
+    def layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every tensor: its bytes, its offset in bytes, its index in its request. *Shapes*: (tensors,), int64."""
+        item_bytes = ITEM_BYTES[self.dtype]
+        rows = [(one.num_elements * item_bytes, one.offset_bytes, one.tensor_index) for one in self.segments]
+        sizes, offsets, indices = np.array(rows, np.int64).T.copy()
+        return sizes, offsets, indices
+
+    @cached_property
+    def has_one_owner(self) -> bool:
+        """Whether all tensors are of one request."""
+        return len({one.slot for one in self.segments}) == 1
 
     @cached_property
     def dense(self) -> tuple[Bucket, ...]:
@@ -80,6 +97,11 @@ class Plan:
 
     buckets: tuple[Bucket, ...]
     slots: tuple[int, ...]
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Of each slot, which bucket is the last that holds some of it."""
+        return {segment.slot: number for number, bucket in enumerate(self.buckets) for segment in bucket.segments}
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -95,11 +117,14 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
     open_buckets: dict[tuple[object, ...], list[tuple[int, int, int, Request]]] = {}
     filled: dict[tuple[object, ...], int] = {}
     closed: list[tuple[Request, str, list[tuple[int, int, int, Request]]]] = []
+    reasons: list[str] = []
+    numbers: dict[tuple[object, ...], int] = {}
     slots = []
     for slot, request in requests:
         slots.append(slot)
         if request.key.collective != Collective.ALLREDUCE:
             closed.append((request, "", [(slot, 0, 0, request)]))
+            reasons.append("single")
             continue
         for index, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
             size = num_bytes(dtype, shape)
@@ -108,17 +133,41 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
             item = (slot, index, size, request)
             if request.compressor == "none" and size >= min(DIRECT_BYTES, threshold_bytes + 1):
                 closed.append((request, dtype, [item]))
+                reasons.append("large")
                 continue
             kind = _fusion_kind(slot, request, dtype)
-            if kind in open_buckets and filled[kind] + _aligned(size) > threshold_bytes and not _is_free(request):
+            if kind in open_buckets and filled[kind] + aligned(size) > threshold_bytes and not _is_free(request):
+                reasons[numbers[kind]] = "full"
                 del open_buckets[kind]
             if kind not in open_buckets:
                 open_buckets[kind] = []
                 filled[kind] = 0
                 closed.append((request, dtype, open_buckets[kind]))
+                numbers[kind] = len(reasons)
+                reasons.append("end")
             open_buckets[kind].append(item)
-            filled[kind] += _aligned(size)
-    return Plan(_with_finishes([_bucket(*one) for one in closed]), tuple(slots))
+            filled[kind] += aligned(size)
+    for kind, number in numbers.items():
+        if kind in open_buckets:
+            reasons[number] = _reason(kind, numbers, filled[kind] >= threshold_bytes)
+    made = [replace(_bucket(*one), reason=reason) for one, reason in zip(closed, reasons, strict=True)]
+    return Plan(_with_finishes(made), tuple(slots))
+
+
+#: Of a fusion kind, what its parts are called where they keep tensors apart.
+_KIND_PARTS = ("group", "dtype", "process set", "op", "scale", "scale", "device", "compressor")
+
+
+def _reason(kind: tuple[object, ...], kinds: Iterable[tuple[object, ...]], is_full: bool) -> str:
+    """Why a bucket that is open at the end of a plan holds no more."""
+    if kind[0] != -1:
+        return "group"
+    if is_full:
+        return "full"
+    for other in kinds:
+        if other != kind and other[0] == -1:
+            return next(part for part, one, two in zip(_KIND_PARTS, kind, other, strict=True) if one != two)
+    return "end"
 
 
 def _with_finishes(buckets: list[Bucket]) -> tuple[Bucket, ...]:
@@ -148,11 +197,11 @@ def _as_dense(bucket: Bucket) -> list[Bucket]:
         if size >= DIRECT_BYTES:
             alone.append(Bucket(request, bucket.dtype, (one._replace(offset_bytes=0),), size))
             continue
-        if segments and offset + _aligned(size) > PACKED_BYTES:
+        if segments and offset + aligned(size) > PACKED_BYTES:
             packed.append(Bucket(request, bucket.dtype, tuple(segments), offset))
             segments, offset = [], 0
         segments.append(one._replace(offset_bytes=offset))
-        offset += _aligned(size)
+        offset += aligned(size)
     if segments:
         packed.append(Bucket(request, bucket.dtype, tuple(segments), offset))
     return alone + packed
@@ -164,7 +213,8 @@ def _is_free(request: Request) -> bool:
     return request.compressor == "auto" or request.compressor.startswith("quantized")
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """What a packed tensor of ``size`` bytes takes."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -175,7 +225,7 @@ def _bucket(request: Request, dtype: str, items: list[tuple[int, int, int, Reque
     offset = 0
     for slot, index, size, owner in items:
         segments.append(Segment(slot, index, offset, prod(owner.shapes[index])))
-        offset += _aligned(size)
+        offset += aligned(size)
     # A tensor alone is exchanged where it lies: no padding.
     return Bucket(request, dtype, tuple(segments), items[0][2] if len(items) == 1 else offset)
 

@@ -33,7 +33,7 @@ class Handle:
     Nothing is lost at shutdown: the background thread fails every handle it still holds before it ends.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_key", "_result", "_use")
+    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_key", "_result", "_use", "awaited_ns")
 
     def __init__(self, key: Key) -> None:
         self._key = key
@@ -45,6 +45,8 @@ class Handle:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Handle], object]] | None = None
         self._use: NameUse | None = None
+        #: Since when a thread has been blocked in ``wait``; 0 while none is.
+        self.awaited_ns = 0
 
     @property
     def name(self) -> str:
@@ -73,7 +75,9 @@ class Handle:
         with the operation still in flight.
         """
         if not self._done:
+            self.awaited_ns = self.awaited_ns or time.monotonic_ns()
             if not self._gate.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+                self.awaited_ns = 0
                 raise WaitTimeoutError(
                     f"{self.name}: not finished after {timeout_s:g} s: "
                     "some rank has not submitted it yet; wait again or look at the stall report")

@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdlite import submission
 from hvdlite.adapters import adapter_for
+from hvdlite.buffer import Buffer, Memory
 from hvdlite.compressor import NoneCompressor, Quantized, checked
 from hvdlite.errors import InvalidRequestError, MismatchError, format_ranks
 from hvdlite.fusion import plan_gradient_buckets
@@ -27,6 +28,7 @@ from hvdlite.objects import allgather_object
 from hvdlite.process_set import Members, ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
 from hvdlite.submission import Submission
+from hvdlite.tensor_queue import TensorEntry
 
 _log = logging.getLogger("hvdlite")
 
@@ -122,8 +124,30 @@ class GradientExchange:
         self._scales = (prescale_factor, postscale_factor)
         self._process_set = process_set
         self._ready: dict[int, Any] = {}
+        self._homes: dict[int, Buffer] = {}
+        self._flats: list[tuple[np.ndarray, ...]] = [()] * len(self._buckets)
+        self._memories: list[Memory | None] = [None] * len(self._buckets)
+        self._seen: list[list[weakref.ref[Any]]] = [[] for _ in self._buckets]
         self._missing = [len(bucket) for bucket in self._buckets]
         self._handles: dict[int, Handle] = {}
+
+    @property
+    def buckets(self) -> list[list[int]]:
+        """The gradients of each bucket, in the order in which they travel."""
+        return self._buckets
+
+    def bucket_of(self, index: int) -> int:
+        """The number of the bucket of gradient ``index``."""
+        return self._bucket_of[index]
+
+    def is_dense(self, number: int) -> bool:
+        """Whether no compression takes a bucket."""
+        return not self._is_quantized[number]
+
+    def give_home(self, number: int, homes: Mapping[int, Buffer], flat: np.ndarray) -> None:
+        """Say where some gradients of a bucket lie in most steps: side by side in ``flat``, as they would be packed."""
+        self._homes.update(homes)
+        self._flats[number] += (flat,)
 
     @property
     def is_under_way(self) -> bool:
@@ -148,6 +172,12 @@ class GradientExchange:
         if not self._missing[number]:
             self._submit(number)
 
+    def send(self, number: int, gradients: Sequence[Any]) -> None:
+        """Hand over all gradients of a bucket at once."""
+        self._ready.update(zip(self._buckets[number], gradients, strict=True))
+        self._missing[number] = 0
+        self._submit(number)
+
     def finish(self, absent: Callable[[int], Any]) -> dict[int, Any]:
         """Supply what is missing by ``absent(index)``, wait for all, return the results by index.
 
@@ -161,7 +191,8 @@ class GradientExchange:
         failure: BaseException | None = None
         for number, handle in sorted(self._handles.items()):
             try:
-                results.update(zip(self._buckets[number], handle.wait(), strict=True))
+                arrived, bucket = handle.wait(), self._buckets[number]
+                results.update(zip(bucket, [self._ready[index] for index in bucket] if self._in_place else arrived, strict=True))
             except Exception as error:
                 failure = failure or error
         self._start_afresh()
@@ -195,7 +226,38 @@ class GradientExchange:
             process_set=self._process_set, names=self._bucket_names[number], runtime=self._runtime)
         self._handles[number] = submission.allreduce(
             call, in_place=self._in_place, average=None, op=self._op, prescale_factor=self._scales[0],
-            postscale_factor=self._scales[1], compressor=compressor, moments=moments)
+            postscale_factor=self._scales[1], compressor=compressor, moments=moments,
+            memory=self._memory(number, call) if self._in_place else None,
+            # No list of the tensors: the background thread would hold on to them a little longer than who waits for them.
+            result=_nothing if self._in_place else None)
+
+    def _memory(self, number: int, call: Submission) -> Memory | None:
+        """Where the bucket's gradients lie. Looked up once while they are the same tensors in every step: then they are held,
+        which those of an optimizer that makes new ones in every step must not be."""
+        tensors = call.tensors
+        known = self._memories[number]
+        if known is not None and all(map(_is_of, known.buffers, tensors)):
+            return known
+        self._memories[number] = None
+        homes = [self._homes.get(index) for index in self._buckets[number]]
+        at_home = [home is not None and _is_of(home, one) for home, one in zip(homes, tensors, strict=True)]
+        if all(at_home):
+            buffers = tuple(home for home in homes if home is not None)
+        else:
+            call.tensors = [one for one, is_home in zip(tensors, at_home, strict=True) if not is_home]
+            others = iter(call.buffers(writable=True))
+            buffers = tuple(home if is_home and home is not None else next(others)
+                            for home, is_home in zip(homes, at_home, strict=True))
+            call.tensors = tensors
+        if any(one.write_back is not None for one in buffers):
+            return None
+        memory = Memory(buffers, np.array([one.address for one in buffers], np.uint64), self._flats[number])
+        seen = self._seen[number]
+        if len(seen) == len(tensors) and all(before() is one for before, one in zip(seen, tensors, strict=True)):
+            self._memories[number] = memory
+        else:
+            self._seen[number] = [weakref.ref(one) for one in tensors]
+        return memory
 
     def _way(self, bucket: Sequence[int], is_quantized: bool) -> tuple[str, tuple[np.ndarray, ...]]:
         """How a bucket travels in this step, and its second moments, if it does by these."""
@@ -255,12 +317,15 @@ class PlainOptimizer:
                 moment=self._moment_of(names))
         if self._quantized is not None:
             averaged = self._exchange.finish(lambda index: gradients[names[index]])
-            return self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
-        sent = {name: self._compression.compress(gradients[name]) for name in names}
-        arrived = self._exchange.finish(lambda index: sent[names[index]][0])
-        return self.optimizer.step(
-            {name: self._compression.decompress(arrived[index], sent[name][1]) for index, name in enumerate(names)},
-            *args, **kwargs)
+            result = self.optimizer.step({name: averaged[index] for index, name in enumerate(names)}, *args, **kwargs)
+        else:
+            sent = {name: self._compression.compress(gradients[name]) for name in names}
+            arrived = self._exchange.finish(lambda index: sent[names[index]][0])
+            result = self.optimizer.step(
+                {name: self._compression.decompress(arrived[index], sent[name][1]) for index, name in enumerate(names)},
+                *args, **kwargs)
+        default_runtime().marks.step(self.label)
+        return result
 
     def _moment_of(self, names: Sequence[str]) -> Callable[[int], np.ndarray | None] | None:
         second_moment = self._second_moment
@@ -300,6 +365,15 @@ def DistributedOptimizer(optimizer: Any, **arguments: Any) -> Any:
             f"DistributedOptimizer: {type(optimizer).__name__} has no step(): "
             "pass an optimizer whose step takes a dict of gradients")
     return PlainOptimizer(optimizer, **arguments)
+
+
+def _nothing(entry: TensorEntry) -> None:
+    """In place: who waits has the tensors."""
+
+
+def _is_of(buffer: Buffer, tensor: Any) -> bool:
+    """Whether the buffer is this tensor's, and where it lies now: a torch tensor may be given other memory."""
+    return buffer.tensor is tensor and (not buffer.known_address or buffer.known_address == tensor.data_ptr())
 
 
 def _size_bytes(name: str, gradient: Any) -> int:

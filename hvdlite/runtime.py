@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdlite.background import Background
@@ -27,12 +27,20 @@ from hvdlite.message import Key, Request
 from hvdlite.process_set import Members, ProcessSet, global_process_set
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.live import LiveTimeline
-from hvdlite.timeline.recorder import NullTimeline, RingTimeline, TeeTimeline, Timeline
+from hvdlite.timeline.marks import Marks
+from hvdlite.timeline.recorder import HEADER_BYTES, RECORD, NullTimeline, RingTimeline, TeeTimeline, Timeline, rings_of
 
 _log = logging.getLogger("hvdlite")
 
-#: How many names unnamed calls of one kind take turns with.
-NUM_UNNAMED = 256
+#: How many names unnamed calls of one kind take turns with; so many may be in flight. Measured (tools/bench_step.py): with 256
+#: and two kinds of calls the bits for them made an allreduce of one element take 1.4 times as long.
+NUM_UNNAMED = 64
+
+
+#: Readings of clocks that a ring of its own keeps: days of them. Chosen.
+_NUM_CLOCK_RECORDS = 1024
+#: A user thread's ring is this share of the background thread's: it has a few records in a step.
+_USER_SHARE = 16
 
 
 #: Grows in a child process, which inherits a runtime's memory but not its thread.
@@ -49,7 +57,10 @@ class Runtime:
         self.topology = control.topology
         everyone = tuple(range(control.topology.size))
         self.process_sets: dict[int, Members] = {0: Members(0, everyone, control.topology.rank)}
-        self.background = Background(config, control, plane, timeline or NullTimeline())
+        rings = tuple(rings_of(timeline)) if timeline is not None else ()
+        self.marks = Marks(_window(config))
+        clocks = self._rings_for(rings[0]) if rings else None
+        self.background = Background(config, control, plane, timeline or NullTimeline(), clocks)
         self._control = control
         self._plane = plane
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
@@ -169,6 +180,7 @@ class Runtime:
             return True
         self.background.leave(reason, failed=failed, is_final=is_final)
         ended = self.background.join(timeout_s)
+        self.marks.close()
         if ended and self.background.is_clean:
             self._merge_timeline()
             self._plane.close()
@@ -176,34 +188,60 @@ class Runtime:
         return ended
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Let rank 0 record into a Chrome JSON file as well, instead of the one it may write already.
+        """Let rank 0 record into a Chrome JSON file as well, instead of the one it may write already; where ``path`` is a
+        directory, or ends as one, every rank into rings in it.
 
         Raises: ConfigError where it cannot be made.
         """
-        if self.topology.rank == 0:
-            self.stop_timeline()  # first, because it may be the same file
-            self._change_live(LiveTimeline(path))
         self.background.marks_cycles = mark_cycles or self.config.timeline_mark_cycles
+        if os.path.isdir(path) or path.endswith(os.sep):
+            self._change_timeline(RingTimeline, lambda: ring_of(self.config, path, self.topology.rank, self.topology.size))
+        elif self.topology.rank == 0:
+            self._change_timeline(LiveTimeline, lambda: LiveTimeline(path))
 
     def stop_timeline(self) -> None:
-        """Finish the Chrome JSON file, if one is written; rings go on."""
-        self._change_live(None)
+        """Finish what ``start_timeline`` began, and HOROVOD_TIMELINE; rings of ``hvdrun --timeline`` go on."""
+        self._change_timeline(LiveTimeline, None)
+        if not self.config.timeline_dir:
+            self._change_timeline(RingTimeline, None)
 
-    def _change_live(self, live: LiveTimeline | None) -> None:
-        timelines = _parts(self.background.timeline)
-        old = [one for one in timelines if isinstance(one, LiveTimeline)]
-        if not old and live is None:
-            return
-        rest = [one for one in timelines if one not in old]
-        finished = threading.Event()
+    def _rings_for(self, ring: RingTimeline) -> Timeline:
+        """Let user threads record beside ``ring``; return the ring for readings of clocks."""
+        config, rank, size = self.config, self.topology.rank, self.topology.size
+        directory, user_bytes = str(ring.path.parent), max(1 << 16, config.timeline_ring_bytes // _USER_SHARE)
+        self.marks.record_into(lambda thread: RingTimeline(directory, rank, size, user_bytes, thread), (ring,))
+        return RingTimeline(directory, rank, size, HEADER_BYTES + _NUM_CLOCK_RECORDS * RECORD.size, "clock")
+
+    def _change_timeline(self, kind: type, make: Callable[[], Timeline] | None) -> None:
+        """Replace what is recorded into of this kind by what ``make`` makes, or by nothing."""
+        old = [one for one in _parts(self.background.timeline) if isinstance(one, kind)]
+        rest = [one for one in _parts(self.background.timeline) if not isinstance(one, kind)]
+        if old:
+            # First finished, because it may be the same file that is made anew.
+            self._record_into(rest, old)
+        if make is not None:
+            self._record_into([*rest, make()], [])
+
+    def _record_into(self, timelines: list[Timeline], finished: list[Timeline]) -> None:
+        """Record into these from now on, and finish others; wait until it is so."""
+        background = self.background
+        rings = [one for one in timelines if isinstance(one, RingTimeline)]
+        clocks = background.clocks
+        if rings != [one for one in _parts(background.timeline) if isinstance(one, RingTimeline)]:
+            if clocks.is_recording:
+                finished = [*finished, clocks]
+            clocks = self._rings_for(rings[0]) if rings else NullTimeline()
+            if not rings:
+                self.marks.record_into(None, ())
+        done = threading.Event()
 
         def finish() -> None:
-            for one in old:
+            for one in finished:
                 one.close()
-            finished.set()
+            done.set()
 
-        self.background.set_timeline(_together([*rest, *([live] if live else [])]), finish)
-        while not finished.wait(0.1) and self.is_running:
+        background.set_timeline(_together(timelines), clocks, finish)
+        while not done.wait(0.1) and self.is_running:
             pass
 
     def _merge_timeline(self) -> None:
@@ -222,10 +260,22 @@ def timeline_of(config: Config, rank: int, size: int) -> Timeline:
     """The recorder the settings ask for: a ring on every rank, a file that grows on rank 0, both, or none."""
     timelines: list[Timeline] = []
     if config.timeline_dir:
-        timelines.append(RingTimeline(config.timeline_dir, rank, size, config.timeline_ring_bytes))
+        timelines.append(ring_of(config, config.timeline_dir, rank, size))
     if config.timeline_filename and config.timeline_filename.upper() != "DYNAMIC" and rank == 0:
         timelines.append(LiveTimeline(config.timeline_filename))
     return _together(timelines)
+
+
+def ring_of(config: Config, directory: str, rank: int, size: int) -> RingTimeline:
+    """The background thread's ring; its header tells the settings that reports speak of."""
+    return RingTimeline(directory, rank, size, config.timeline_ring_bytes, facts=dict(
+        fusion_threshold_bytes=config.fusion_threshold_bytes, cycle_time_ms=config.cycle_time_ms,
+        heartbeat_ms=config.heartbeat_ms, steps=config.timeline_steps))
+
+
+def _window(config: Config) -> tuple[int, int] | None:
+    first, colon, end = config.timeline_steps.partition(":")
+    return (int(first), int(end)) if colon else None
 
 
 def _together(timelines: list[Timeline]) -> Timeline:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.adapters import adapter_for
-from hvdlite.buffer import Buffer
+from hvdlite.buffer import Buffer, Memory
 from hvdlite.errors import InvalidRequestError, NotAMemberError, UnsupportedOpError, format_ranks
 from hvdlite.fusion import FLOATS
 from hvdlite.handle import Handle
@@ -113,7 +113,7 @@ class Submission:
         self, inputs: tuple[Buffer, ...], outputs: tuple[Buffer, ...] = (), *,
         result: Callable[[TensorEntry], Any] | None = None, is_ragged: bool = False, op: int = ReduceOp.Sum.value,
         root_rank: int = -1, prescale: float = 1.0, postscale: float = 1.0, splits: tuple[int, ...] = (),
-        compressor: str = "none", moments: tuple[Any, ...] = (),
+        compressor: str = "none", moments: tuple[Any, ...] = (), memory: Memory | None = None,
     ) -> Handle:
         """Queue the call."""
         runtime, process_set = self.runtime, self.process_set
@@ -131,6 +131,8 @@ class Submission:
             request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
             None if outputs or not inputs else self.allocator(inputs), splits, moments,
             root_in_set=process_set.ranks.index(root_rank) if root_rank >= 0 else -1)
+        if memory is not None:
+            entry.addresses, entry.flats = memory.addresses, memory.flats
         return runtime.submit(entry, wait_for_name=self.name is None)
 
     @staticmethod
@@ -153,11 +155,14 @@ def _first(entry: TensorEntry) -> Any:
 def allreduce(
     call: Submission, *, in_place: bool, average: bool | None, op: ReduceOp | int | None,
     prescale_factor: float, postscale_factor: float, compressor: str = "none",
-    result: Callable[[TensorEntry], Any] | None = None, moments: tuple[Any, ...] = (),
+    result: Callable[[TensorEntry], Any] | None = None, moments: tuple[Any, ...] = (), memory: Memory | None = None,
 ) -> Handle:
-    """Queue an allreduce of one tensor or a group; ``compressor`` is an ExchangeSpec in words, "auto" or "none"."""
+    """Queue an allreduce of one tensor or a group; ``compressor`` is an ExchangeSpec in words, "auto" or "none".
+
+    ``memory``: of tensors in place, if it is known already.
+    """
     chosen = call.op(op, average)
-    inputs = call.buffers(writable=in_place)
+    inputs = call.buffers(writable=in_place) if memory is None else memory.buffers
     _refuse_bool(call, inputs)
     if chosen == ReduceOp.Adasum:
         _check_adasum(call, inputs)
@@ -168,7 +173,7 @@ def allreduce(
             compressor = "none"  # integers arrive exactly, as with every compressor
     outputs = inputs if in_place else call.buffers(like=inputs)
     return call.add(inputs, outputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor, compressor=compressor,
-                    result=result, moments=moments)
+                    result=result, moments=moments, memory=memory)
 
 
 def reducescatter(call: Submission, *, op: ReduceOp | int | None, prescale_factor: float, postscale_factor: float) -> Handle:

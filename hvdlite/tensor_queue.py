@@ -44,6 +44,9 @@ class TensorEntry:
     submitted_ns: int = 0
     reported_ns: int = 0
     is_stand_in: bool = False
+    #: Of the tensors, where they are exchanged in place: the addresses, uint64; and memory in which some lie side by side, uint8.
+    addresses: Any = None
+    flats: tuple[Any, ...] = ()
 
 
 #: A name whose operation has ended, but nobody has asked about it, stays taken for this long. Chosen: long enough for

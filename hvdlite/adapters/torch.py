@@ -29,6 +29,12 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
     Raises: InvalidRequestError for a dtype, layout or device that is not exchanged.
     """
     name = _NAMES.get(tensor.dtype)
+    # Most tensors, at a third of the time: a small synchronous allreduce spends most of its own here.
+    if name is not None and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
+        array = _view(tensor.detach() if tensor.requires_grad else tensor, name)
+        if array.ndim != 1:
+            array = array.reshape(-1)
+        return Buffer(array, name, tuple(tensor.shape), "cpu", tensor, None, tensor.data_ptr())
     if name is None:
         raise InvalidRequestError(f"dtype {tensor.dtype} is not exchanged: convert it to one of {', '.join(_DTYPES)}")
     if tensor.layout is not torch.strided:
@@ -43,9 +49,7 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
         raise InvalidRequestError("the tensor's elements overlap in memory (it was expanded): use clone() first")
     if device == "cuda":
         _note_staging(device)
-    host = source.cpu() if device != "cpu" else source
-    if not host.is_contiguous():
-        host = host.contiguous()
+    host = (source.cpu() if device != "cpu" else source).contiguous()
     array = _view(host.view(-1) if host.dim() != 1 else host, name)
     made = Buffer(array, name, tuple(tensor.shape), device, tensor, None, host.data_ptr())
     if writable and host is not source and host.data_ptr() != source.data_ptr():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -37,11 +37,18 @@ def _execute_packed(
     bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace
 ) -> None:
     timeline, name = workspace.timeline, bucket.label
-    item_bytes = NUMPY_DTYPES[bucket.dtype].itemsize
-    sizes = np.array([segment.num_elements * item_bytes for segment in bucket.segments], np.int64)
-    places = np.array([segment.offset_bytes for segment in bucket.segments], np.int64)
-    sources = np.array([entries[one.slot].inputs[one.tensor_index].address for one in bucket.segments], np.uint64)
-    targets = np.array([entries[one.slot].outputs[one.tensor_index].address for one in bucket.segments], np.uint64)
+    sizes, places, indices = bucket.layout
+    known = entries[bucket.segments[0].slot]
+    if bucket.has_one_owner and known.addresses is not None:
+        sources = targets = known.addresses[indices]
+        in_place = _side_by_side(sources, places, bucket, known.flats)
+        if in_place is not None:
+            with timeline.timed(Phase.MPI_ALLREDUCE, name, bucket.num_bytes):
+                _combine(plane, in_place, in_place, bucket, bucket.request)
+            return
+    else:
+        sources = np.array([entries[one.slot].inputs[one.tensor_index].address for one in bucket.segments], np.uint64)
+        targets = np.array([entries[one.slot].outputs[one.tensor_index].address for one in bucket.segments], np.uint64)
     buffer = workspace.fusion_buffer(bucket.num_bytes)
     values = buffer.view(NUMPY_DTYPES[bucket.dtype])
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, name, bucket.num_bytes):
@@ -50,6 +57,20 @@ def _execute_packed(
         _combine(plane, values, values, bucket, _prescaled(bucket, entries, values))
     with timeline.timed(Phase.MEMCPY_OUT_FUSION_BUFFER, name, bucket.num_bytes):
         kernels.unpack(targets, sizes, places, buffer.ctypes.data)
+
+
+def _side_by_side(
+    addresses: np.ndarray, places: np.ndarray, bucket: Bucket, flats: Sequence[np.ndarray]
+) -> np.ndarray | None:
+    """The tensors as one array, where they lie in memory as they would be packed."""
+    start = int(addresses[0])
+    for flat in flats:
+        at = start - flat.ctypes.data
+        if 0 <= at <= flat.nbytes - bucket.num_bytes:
+            if not (addresses - places.astype(np.uint64) == addresses[0]).all():
+                return None
+            return flat[at : at + bucket.num_bytes].view(NUMPY_DTYPES[bucket.dtype])
+    return None
 
 
 def _prescaled(bucket: Bucket, entries: Mapping[int, TensorEntry], values: np.ndarray) -> Request:

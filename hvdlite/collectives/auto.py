@@ -2,7 +2,8 @@
 
 When the first such bucket of a process set comes, and now and then afterwards, all ranks time each way on arrays of their own,
 together; the slowest rank's times count, so all decide alike, and rank 0 logs one line for each bucket. Whole exchanges are
-timed: latency and bandwidth of the links, rates of codec, casts and sums, and how far they overlap are in it.
+timed, of some sizes in general and, where it takes little time, of the very bucket: latency and bandwidth of the links, rates of
+codec, casts and sums, and how far they overlap are in it.
 Nothing of a way that is not taken remains: no residual is made before the quantised one is.
 
 *What it costs*: a few exchanges of each of ``measure.PROBE_BYTES`` in each way, fewer where the link is slow; later at most
@@ -19,19 +20,21 @@ from dataclasses import replace
 import numpy as np
 
 from hvdlite import kernels
+from hvdlite.buffer import Buffer
 from hvdlite.collectives import quantized
 from hvdlite.collectives.allreduce import combine
 from hvdlite.collectives.allreduce import execute as execute_dense
-from hvdlite.collectives.measure import Measured, time_ways
+from hvdlite.collectives.measure import ROUNDS, Measured, rounds_for, time_calls, time_ways
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.compression.exchange import ExchangeSpec
-from hvdlite.compression.policy import FP16, FP32, QUANTIZED, Decision, decide
+from hvdlite.compression.policy import FP16, FP32, QUANTIZED, Decision, decide, expected_s
 from hvdlite.compression.spec import CodecSpec
 from hvdlite.dataplane import halves
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.fusion import Bucket
 from hvdlite.message import ReduceOp
 from hvdlite.tensor_queue import TensorEntry
+from hvdlite.timeline.phase import Phase
 
 _log = logging.getLogger("hvdlite")
 
@@ -39,6 +42,9 @@ _log = logging.getLogger("hvdlite")
 NAME = "auto"
 #: Least buckets between two measurements, and largest share of the time for them. Chosen after design.md, section 5.
 MEASURE_EVERY, MEASURE_SHARE = 1000, 0.005
+#: What timing one bucket may take, and how many of one measurement are timed. Chosen: dense exchanges of many tensors and of one
+#: differ by up to twice, but where they take long it is the link that takes it.
+BUCKET_SECONDS, MOST_BUCKETS = 2.0, 16
 #: The quantised way.
 SPEC = ExchangeSpec(CodecSpec())
 
@@ -50,11 +56,13 @@ class Auto:
         self.decisions: dict[str, Decision] = {}
         self._former: dict[str, str] = {}
         self._measured: Measured = {}
+        #: Of buckets by dtype and sizes of their tensors.
+        self._of_buckets: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
         self._num_buckets = self._next_measurement = 0
         self._next_look = 0  # at the clock, to see how often to measure
         self._measured_at = self._cost_s = 0.0
 
-    def way(self, bucket: Bucket, plane: DataPlane, workspace: Workspace) -> Decision:
+    def way(self, bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> Decision:
         """How this bucket travels; all ranks of the plane ask in the same order."""
         if self._num_buckets == self._next_measurement:
             self._measure(plane, workspace)
@@ -65,20 +73,41 @@ class Auto:
         decision = self.decisions.get(label)
         num_bytes = 4 * bucket.num_elements
         if decision is None or decision.num_bytes != num_bytes:
-            ways = dict(self._measured)
-            if bucket.dtype in ("float16", "bfloat16"):
-                ways[FP32] = ways.pop(FP16)  # its dense way
+            ways = self._ways(bucket, entries, plane, workspace)
             former = decision.way if decision else self._former.get(label, "")
             decision = self.decisions[label] = decide(label, num_bytes, ways, former)
             if plane.rank == 0 and decision.way != former:
                 _log.info("compression of %s", decision)
+                now_ns = time.monotonic_ns()
+                workspace.timeline.span(Phase.DECISION, str(decision), now_ns, now_ns, num_bytes)
         return decision
+
+    def _ways(
+        self, bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace
+    ) -> Measured:
+        """What each way is expected to take: of this very bucket, where timing that takes little time, and it is not one of very
+        many; else from what was measured in general."""
+        ways = dict(self._measured)
+        if bucket.dtype in ("float16", "bfloat16"):
+            ways[FP32] = ways.pop(FP16)  # its dense way
+        if bucket.dtype != "float32":
+            return ways
+        num_bytes, kind = 4 * bucket.num_elements, (bucket.dtype, tuple(one.num_elements for one in bucket.segments))
+        if kind not in self._of_buckets:
+            expected = sum(expected_s(num_bytes, points) for points in ways.values())
+            if not num_bytes or expected * ROUNDS > BUCKET_SECONDS or len(self._of_buckets) == MOST_BUCKETS:
+                return ways
+            started = time.monotonic()
+            self._of_buckets[kind] = measure_bucket(bucket, entries, plane, workspace, rounds_for(expected))
+            self._cost_s += time.monotonic() - started
+        return {way: [(num_bytes, one), (2 * num_bytes, 2 * one)] for way, one in self._of_buckets[kind].items()}
 
     def _measure(self, plane: DataPlane, workspace: Workspace) -> None:
         started = time.monotonic()
         self._measured = measure(plane, workspace)
         self._former = {label: one.way for label, one in self.decisions.items()}
         self.decisions = {}
+        self._of_buckets = {}
         self._measured_at = time.monotonic()
         self._cost_s = self._measured_at - started
         self._next_measurement = self._num_buckets + MEASURE_EVERY
@@ -99,7 +128,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         quantized.execute(_quantized(bucket), entries, plane, workspace)
         return
     auto = workspace.autos.setdefault(request.key.process_set_id, Auto())
-    decision = auto.way(bucket, plane, workspace)
+    decision = auto.way(bucket, entries, plane, workspace)
     if decision.way == QUANTIZED:
         quantized.execute(_quantized(bucket), entries, plane, workspace)
         return
@@ -179,7 +208,35 @@ def measure(plane: DataPlane, workspace: Workspace) -> Measured:
         return {
             FP32: lambda: plane.allreduce(values, values, ReduceOp.Sum),
             FP16: lambda: halved_allreduce(plane, values, values, 1.0, 1.0),
-            QUANTIZED: quantized.probe(plane, SPEC, values, workspace),
+            QUANTIZED: quantized.probe(plane, SPEC, [values], workspace),
         }
 
     return time_ways(plane, prepare)
+
+
+def measure_bucket(
+    bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace, rounds: int
+) -> dict[str, float]:
+    """Time every way on copies of a bucket's float32 tensors; equal on all ranks. Collective over the plane."""
+    given = [entries[one.slot].inputs[one.tensor_index].array for one in bucket.segments]
+    copies = [one.copy() for one in given]
+    buffers: dict[int, list[Buffer]] = {one.slot: list(entries[one.slot].inputs) for one in bucket.segments}
+    for one, copy in zip(bucket.segments, copies, strict=True):
+        buffers[one.slot][one.tensor_index] = Buffer(copy, "float32", copy.shape, "cpu", copy)
+    played = {slot: replace(entries[slot], inputs=tuple(some), outputs=tuple(some), addresses=None, flats=())
+              for slot, some in buffers.items()}
+
+    def refill() -> None:
+        for copy, one in zip(copies, given, strict=True):
+            np.copyto(copy, one)
+
+    def in_fp32() -> None:
+        for one in bucket.dense:
+            execute_dense(one, played, plane, workspace)
+
+    def in_fp16() -> None:
+        for one in bucket.dense:
+            _execute_as_halves(one, played, plane)
+
+    ways = {FP32: in_fp32, FP16: in_fp16, QUANTIZED: quantized.probe(plane, SPEC, copies, workspace)}
+    return time_calls(plane, ways, refill, rounds)

@@ -11,7 +11,8 @@ ranks, or it was measured to be slower (many ranks on a processor, a fast networ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -40,6 +41,10 @@ _log = logging.getLogger("hvdlite")
 ROUTE_PROBE_BYTES, LEAST_GAIN_OF_OTHERS = (1 << 20, 16 << 20), 0.15
 
 
+#: Operations between two records of residuals. Chosen: seldom, and prime, so that every bucket has its turn.
+RECORD_EVERY = 53
+
+
 def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> None:
     """Run one bucket; afterwards every segment's output holds the result."""
     request = bucket.request
@@ -54,7 +59,21 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     route = route_of(plane, exchange, workspace)
     with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
         is_finite = allreduce(plane, route, tensors, factor, workspace)
+    _record(bucket, exchange, keys, workspace)
     workspace.residuals.end({key: bool(finite) for key, finite in zip(keys, is_finite, strict=True) if key is not None})
+
+
+def _record(bucket: Bucket, exchange: ExchangeSpec, keys: list[ResidualKey | None], workspace: Workspace) -> None:
+    """Now and then, what is sent and how much is left over; reading all residuals takes a pass over memory."""
+    timeline = workspace.timeline
+    if not timeline.is_recording or (timeline.operation >= 2 * RECORD_EVERY and timeline.operation % RECORD_EVERY):
+        return
+    codec, now_ns = exchange.codec, time.monotonic_ns()
+    left = [workspace.residuals.arrays(key, codec.padded(one.num_elements), codec.scale == "rotated")[1]
+            for key, one in zip(keys, bucket.segments, strict=True) if key is not None]
+    norm = float(np.sqrt(sum(float(np.dot(one, one)) for one in left)))
+    wire = sum(codec.wire_bytes(one.num_elements) for one in bucket.segments)
+    timeline.span(Phase.RESIDUAL, bucket.label, now_ns, now_ns, wire, count=bucket.num_elements, value=norm)
 
 
 def tensor_names(request: Request) -> tuple[str, tuple[str, ...]]:
@@ -151,7 +170,7 @@ def _fastest_route(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspac
     if len(routes) > 1:
 
         def prepare(values: np.ndarray) -> Mapping[str, Callable[[], object]]:
-            return {name: _probe(plane, route, values, workspace) for name, route in routes.items()}
+            return {name: _probe(plane, route, [values], workspace) for name, route in routes.items()}
 
         seconds = {name: points[-1][1] for name, points in time_ways(plane, prepare, ROUTE_PROBE_BYTES).items()}
         fastest = min(seconds, key=seconds.__getitem__)
@@ -163,21 +182,22 @@ def _fastest_route(plane: DataPlane, exchange: ExchangeSpec, workspace: Workspac
     return Route(replace(exchange, schedule=routes[chosen].exchange.schedule), routes[chosen].by_hosts)
 
 
-def _probe_tensors(exchange: ExchangeSpec, values: np.ndarray) -> tuple[Tensors, float, np.ndarray]:
-    """One tensor with a residual, the factor, and the residual's memory."""
-    kept = np.zeros((2, exchange.codec.padded(len(values))), np.float32)
-    at, residual, shadow = (np.array([one.ctypes.data], np.int64) for one in (values, *kept))
-    return Tensors(("probe",), (len(values),), "float32", 4, at, at, residual, shadow, np.zeros(1, np.int64)), 1.0, kept
+def probe(
+    plane: DataPlane, exchange: ExchangeSpec, arrays: Sequence[np.ndarray], workspace: Workspace
+) -> Callable[[], object]:
+    """An exchange of float32 arrays as the tensors of a bucket, to be timed."""
+    return _probe(plane, route_of(plane, exchange, workspace), arrays, workspace)
 
 
-def probe(plane: DataPlane, exchange: ExchangeSpec, values: np.ndarray, workspace: Workspace) -> Callable[[], object]:
-    """An exchange of values as a bucket of one tensor, to be timed."""
-    return _probe(plane, route_of(plane, exchange, workspace), values, workspace)
-
-
-def _probe(plane: DataPlane, route: Route, values: np.ndarray, workspace: Workspace) -> Callable[[], object]:
-    tensors, factor, kept = _probe_tensors(route.exchange, values)
-    return lambda: (allreduce(plane, route, tensors, factor, workspace), kept)
+def _probe(plane: DataPlane, route: Route, arrays: Sequence[np.ndarray], workspace: Workspace) -> Callable[[], object]:
+    sizes = tuple(map(len, arrays))
+    kept = [np.zeros((2, route.exchange.codec.padded(size)), np.float32) for size in sizes]
+    at, residuals, shadows = (
+        np.array([one.ctypes.data for one in some], np.int64)
+        for some in (arrays, [one[0] for one in kept], [one[1] for one in kept]))
+    names = tuple(f"probe.{index}" for index in range(len(sizes)))
+    tensors = Tensors(names, sizes, "float32", 4, at, at, residuals, shadows, np.zeros(len(sizes), np.int64))
+    return lambda: (allreduce(plane, route, tensors, 1.0, workspace), arrays, kept)  # with the memory that it works on
 
 
 def allreduce_by_hosts(

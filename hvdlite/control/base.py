@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -26,11 +28,13 @@ class ControlPlane(Protocol):
     """Small collectives over all ranks, issued by the background thread in the same order everywhere.
 
     *Guarantees*: a wait for other ranks uses (nearly) no CPU time; nothing but the transport's own failure
-    is raised, as TransportError. ``num_collectives`` counts what was issued.
+    is raised, as TransportError. ``num_collectives`` counts what was issued, ``num_bytes`` what this
+    rank contributed to it.
     """
 
     topology: Topology
     num_collectives: int
+    num_bytes: int
 
     def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         """Combine ``bits``, ``num_words`` 64-bit words equal in number everywhere, of all ranks by bitwise AND.
@@ -44,6 +48,15 @@ class ControlPlane(Protocol):
 
     def broadcast(self, value: Any) -> Any:
         """Hand rank 0's value to every rank."""
+
+    def start_send(self, array: np.ndarray, peer: int) -> Callable[[], None]:
+        """Start sending ``array`` to a rank and return what waits until it may be changed."""
+
+    def send(self, array: np.ndarray, peer: int) -> None:
+        """Send ``array`` to a rank."""
+
+    def receive(self, array: np.ndarray, peer: int) -> None:
+        """Receive what a rank sends, exactly as large as ``array``."""
 
     def close(self) -> None:
         """Give up the plane's resources; every rank closes it in the same cycle."""

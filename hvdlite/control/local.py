@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import reduce
 from operator import and_
 from typing import Any
 
+import numpy as np
+
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
+
+#: Of the control plane's own mail; the data plane's tags are never negative.
+_TAG = -1
 
 
 class LocalGroup:
@@ -32,13 +36,29 @@ class LocalGroup:
 
     def exchange(self, rank: int, value: Any, pause: Callable[[float], bool] | None = None) -> list[Any]:
         """Give ``value``, wait for the other ranks, return all values in rank order."""
+        def put(values: list[Any]) -> None:
+            values[rank] = value
+
+        return self._meet(rank, put, [None] * self.size, pause)
+
+    def fold(self, rank: int, value: Any, function: Callable[[Any, Any], Any], pause: Callable[[float], bool]) -> Any:
+        """Give ``value``, wait for the other ranks, return what ``function`` makes of all values, in any order."""
+        def put(values: list[Any]) -> None:
+            values[:] = [function(values[0], value) if values else value]
+
+        return self._meet(rank, put, [], pause)[0]
+
+    def _meet(
+        self, rank: int, put: Callable[[list[Any]], None], empty: list[Any], pause: Callable[[float], bool] | None
+    ) -> list[Any]:
         if self.size == 1:
-            return [value]
+            put(empty)
+            return empty
         with self._changed:
             number = self._round[rank]
             self._round[rank] += 1
-            values = self._values.setdefault(number, [None] * self.size)
-            values[rank] = value
+            values = self._values.setdefault(number, empty)
+            put(values)
             self._filled[number] = self._filled.get(number, 0) + 1
             if self._filled[number] == self.size:
                 self._changed.notify_all()
@@ -86,12 +106,13 @@ class LocalControl:
     def __init__(self, group: LocalGroup, rank: int) -> None:
         size = group.size
         self.topology = Topology(rank, size, rank, size, 0, 1, True)
-        self.num_collectives = 0
+        self.num_collectives = self.num_bytes = 0
         self._group = group
 
     def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         self.num_collectives += 1
-        return reduce(and_, self._group.exchange(self.topology.rank, bits, pause))
+        self.num_bytes += 8 * num_words
+        return self._group.fold(self.topology.rank, bits, and_, pause)
 
     def gather(self, value: Any) -> list[Any] | None:
         self.num_collectives += 1
@@ -101,6 +122,16 @@ class LocalControl:
     def broadcast(self, value: Any) -> Any:
         self.num_collectives += 1
         return self._group.exchange(self.topology.rank, value)[0]
+
+    def start_send(self, array: np.ndarray, peer: int) -> Callable[[], None]:
+        self._group.post((self.topology.rank, peer, _TAG), array.copy())
+        return lambda: None
+
+    def send(self, array: np.ndarray, peer: int) -> None:
+        self.start_send(array, peer)
+
+    def receive(self, array: np.ndarray, peer: int) -> None:
+        array[:] = self._group.collect((peer, self.topology.rank, _TAG))
 
     def close(self) -> None:
         pass

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.backoff import complete
+from hvdlite.backoff import LONGEST_TRANSFER_SLEEP_S, complete
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
 
 #: Bytes of the first message of gather and broadcast; what does not fit follows in a second one.
 _FRAME_BYTES = 2048
 _HEADER_BYTES = 8
+#: Of messages between two ranks; what follows a gather's first message has tag 0.
+_DIRECT_TAG = 1
 
 
 class MpiControl:
@@ -31,7 +33,7 @@ class MpiControl:
         self._mpi = MPI
         self.communicator = communicator.Dup()
         self.topology = _topology(MPI, self.communicator)
-        self.num_collectives = 0
+        self.num_collectives = self.num_bytes = 0
         self.supports_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._sent, self._received = bytearray(), bytearray()
         self._start: Callable[[], Any] = lambda: None
@@ -40,6 +42,7 @@ class MpiControl:
     def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:
         self.num_collectives += 1
         num_bytes = 8 * num_words
+        self.num_bytes += num_bytes
         try:
             if len(self._received) != num_bytes:
                 self._prepare(num_bytes)
@@ -78,6 +81,7 @@ class MpiControl:
         frames = np.empty((size, _FRAME_BYTES), np.uint8) if is_root else None
         try:
             self.num_collectives += 1
+            self.num_bytes += max(_FRAME_BYTES, len(payload))
             complete(communicator.Igather(_frame(payload), frames, root=0))
             if frames is None:
                 if len(payload) > _FRAME_BYTES - _HEADER_BYTES:
@@ -93,6 +97,7 @@ class MpiControl:
         frame = _frame(payload)
         try:
             self.num_collectives += 1
+            self.num_bytes += max(_FRAME_BYTES, len(payload)) if is_root else 0
             complete(self.communicator.Ibcast(frame, root=0))
             length = int(frame[:_HEADER_BYTES].view(np.int64)[0])
             first = frame[_HEADER_BYTES:].tobytes()[:length]
@@ -103,6 +108,29 @@ class MpiControl:
         except self._mpi.Exception as error:
             raise _transport_error("taking rank 0's decision", error) from error
         return value if is_root else pickle.loads(first)
+
+    def start_send(self, array: np.ndarray, peer: int) -> Callable[[], None]:
+        try:
+            request = self.communicator.Isend(array.view(np.uint8), dest=peer, tag=_DIRECT_TAG)
+        except self._mpi.Exception as error:
+            raise _transport_error(f"sending to rank {peer}", error) from error
+        return lambda: self._finish(request, f"sending to rank {peer}")
+
+    def send(self, array: np.ndarray, peer: int) -> None:
+        self.start_send(array, peer)()
+
+    def receive(self, array: np.ndarray, peer: int) -> None:
+        try:
+            request = self.communicator.Irecv(array.view(np.uint8), source=peer, tag=_DIRECT_TAG)
+        except self._mpi.Exception as error:
+            raise _transport_error(f"receiving from rank {peer}", error) from error
+        self._finish(request, f"receiving from rank {peer}")
+
+    def _finish(self, request: Any, doing: str) -> None:
+        try:
+            complete(request, longest_s=LONGEST_TRANSFER_SLEEP_S)
+        except self._mpi.Exception as error:
+            raise _transport_error(doing, error) from error
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():

@@ -1,4 +1,4 @@
-"""Phase: what a record of the timeline is about. The spellings are Horovod's, so that traces compare."""
+"""Phase: what a record of the timeline is about. Horovod's phases have Horovod's spellings, so that traces compare."""
 
 from __future__ import annotations
 
@@ -32,10 +32,33 @@ class Phase(IntEnum):
     CYCLE_START = 40
     WAIT = 50
     STEP = 51
+    FORWARD = 52
+    BACKWARD = 53
+    INPUT = 54
+    MARK = 55
+    #: One bucket, from the start of its execution to the end of it; ``detail`` is the reason it was closed for.
+    BUCKET = 60
+    SUBMIT = 61
+    #: The process did not run although it wanted to: stopped, or no processor for it.
+    NOT_RUNNING = 62
+    #: A reading of this rank's clock (start_ns) and of rank 0's at that moment (end_ns), ``value`` the error in ns.
+    CLOCK = 63
+    #: A transfer from rank ``op`` that measured the link, without other traffic of the job.
+    LINK = 64
+    ERROR = 65
+    END = 66
+    DECISION = 67
+    #: ``value`` is the norm of what a quantised exchange has left over, ``num_bytes`` what went over the wire.
+    RESIDUAL = 68
 
 
 #: The lane (thread of the trace viewer) that shows a phase.
-LANES = ("wait", "negotiate", "operation", "fuse-copy", "communicate", "cycle")
+LANES = ("wait", "negotiate", "operation", "fuse-copy", "communicate", "cycle", "step", "compute", "bucket", "events")
+
+_OF_USER = {Phase.STEP: 6, Phase.FORWARD: 7, Phase.BACKWARD: 7, Phase.INPUT: 7, Phase.MARK: 7, Phase.WAIT: 0, Phase.BUCKET: 8}
+
+#: Phases that are moments, not spans.
+INSTANTS = frozenset((Phase.CYCLE_START, Phase.SUBMIT, Phase.CLOCK, Phase.ERROR, Phase.END, Phase.DECISION, Phase.RESIDUAL))
 
 
 def lane(phase: Phase) -> int:
@@ -48,4 +71,8 @@ def lane(phase: Phase) -> int:
         return 3
     if phase < Phase.CYCLE_START:
         return 4
-    return 5 if phase == Phase.CYCLE_START else 0
+    return 5 if phase == Phase.CYCLE_START else _OF_USER.get(phase, 9)
+
+
+#: Why a bucket was closed, by its code in ``Record.detail``; see ``fusion.compile_plan``.
+REASONS = ("", "full", "large", "group", "end", "dtype", "process set", "op", "scale", "device", "compressor", "single")

@@ -1,9 +1,11 @@
 """Recording phases: a ring file per writing thread, or nothing.
 
 *Format*: a 4096-byte header (JSON, padded with spaces), then 64-byte records, little endian: sequence word
-(u64), start_ns, end_ns (i64, CLOCK_MONOTONIC), num_bytes (u64), name id (u32), phase (u16), 26 bytes unused.
-Record k (from 0) lies at slot ``k % capacity`` with sequence word k + 1. Names lie beside it in
-``<ring>.names``, one JSON string per line, id = line number, appended before first use.
+(u64), start_ns, end_ns (i64, CLOCK_MONOTONIC), num_bytes (u64), name id (u32), phase, detail (u16), operation, plan,
+count, process set (u32), value (f64). Record k (from 0) lies at slot ``k % capacity`` with sequence word k + 1. An
+operation's number is the same on every rank; 0 is none. Names lie beside it in ``<ring>.names``, one JSON value per
+line: a string is the next name, an object says more about the name whose number is under "name". Both are appended
+before first use.
 *Guarantees*: bounded; no writer thread; what was written survives SIGKILL of the process. A record is written
 as: sequence word 0, payload, sequence word; a reader drops what is torn, and counts it.
 *Threads*: one writer per ring.
@@ -17,7 +19,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,19 +27,32 @@ from hvdlite.errors import ConfigError
 from hvdlite.timeline.phase import Phase
 
 HEADER_BYTES = 4096
-RECORD = struct.Struct("<QqqQIH26x")
-MAGIC = "hvdlite ring 1"
-_SEQUENCE = struct.Struct("<Q")
-_PAYLOAD = struct.Struct("<qqQIH")
+RECORD = struct.Struct("<QqqQIHHIIIId")
+MAGIC = "hvdlite ring 2"
+_PAYLOAD = struct.Struct("<qqQIHHIIIId")
+
+#: Lines of a ring's side file of names; what comes later is called OTHER. Chosen: a job that names every call anew must
+#: not fill the disk.
+MAX_NAMES = 1 << 17
+OTHER = "(more names than are kept)"
 
 
 class Timeline(Protocol):
-    """What the runtime records into."""
+    """What the runtime records into. ``operation``, ``plan`` and ``process_set`` go into every record until they change."""
 
     is_recording: bool
+    operation: int
+    plan: int
+    process_set: int
 
-    def span(self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
+    def span(
+        self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
+        value: float = 0.0,
+    ) -> None:
         """Record an interval that has ended; times from ``time.monotonic_ns``."""
+
+    def describe(self, name: str, about: Any) -> None:
+        """Say more about a name, once for each object ``about``, a Request."""
 
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Any:
         """A context manager that records the time spent inside."""
@@ -53,8 +68,15 @@ class NullTimeline:
     """Records nothing, at no cost; also the context manager that ``timed`` hands out."""
 
     is_recording = False
+    operation = plan = process_set = 0
 
-    def span(self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
+    def span(
+        self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
+        value: float = 0.0,
+    ) -> None:
+        pass
+
+    def describe(self, name: str, about: Any) -> None:
         pass
 
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> NullTimeline:
@@ -74,23 +96,32 @@ class NullTimeline:
 
 
 class RingTimeline:
-    """Records into one memory-mapped ring file."""
+    """Records into one memory-mapped ring file. ``is_recording`` may be switched at any time, by any thread."""
 
-    is_recording = True
-
-    def __init__(self, directory: str, rank: int, size: int, ring_bytes: int, thread: str = "background") -> None:
-        """Make ``directory/ring-<rank>-<thread>.hvdring``, ``ring_bytes`` long.
+    def __init__(
+        self, directory: str, rank: int, size: int, ring_bytes: int, thread: str = "background",
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make ``directory/ring-<rank>-<thread>.hvdring``, ``ring_bytes`` long; ``facts`` go into its header.
 
         Raises: ConfigError when the file cannot be made.
         """
+        self.is_recording = True
+        self.operation = self.plan = self.process_set = 0
         self.path = Path(directory) / f"ring-{rank:05d}-{thread}.hvdring"
         self._capacity = max(1, (ring_bytes - HEADER_BYTES) // RECORD.size)
         self._count = 0
         self._ids: dict[str, int] = {}
+        self._about: dict[str, Any] = {}
+        self._num_lines = 0
         header = dict(magic=MAGIC, rank=rank, size=size, thread=thread, capacity=self._capacity, pid=os.getpid(),
-                      host=socket.gethostname(), monotonic_ns=time.monotonic_ns(), realtime_ns=time.time_ns())
+                      host=socket.gethostname(), clock=clock_identity(), monotonic_ns=time.monotonic_ns(),
+                      realtime_ns=time.time_ns(), **(facts or {}))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # New files, not the old ones emptied: whoever reads those goes on with what they were.
+            for old in (self.path, Path(f"{self.path}.names")):
+                old.unlink(missing_ok=True)
             self._names = open(f"{self.path}.names", "w", encoding="ascii")
             with open(self.path, "w+b") as file:
                 # Reserved now: a full disk is an error here and not a SIGBUS later.
@@ -98,17 +129,40 @@ class RingTimeline:
                 self._memory = mmap.mmap(file.fileno(), 0)
         except OSError as reason:
             raise ConfigError(f"timeline {self.path}: {reason}: name a directory this rank may write to") from reason
+        self._words = memoryview(self._memory).cast("Q")
         self._memory[:HEADER_BYTES] = json.dumps(header).encode().ljust(HEADER_BYTES)
 
-    def span(self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
+    def span(
+        self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
+        value: float = 0.0,
+    ) -> None:
+        if not self.is_recording:
+            return
         name_id = self._ids.get(name)
         if name_id is None:
             name_id = self._intern(name)
-        place = HEADER_BYTES + (self._count % self._capacity) * RECORD.size
-        self._count += 1
-        _SEQUENCE.pack_into(self._memory, place, 0)
-        _PAYLOAD.pack_into(self._memory, place + 8, start_ns, end_ns, num_bytes, name_id, phase)
-        _SEQUENCE.pack_into(self._memory, place, self._count)
+        number = self._count
+        place = HEADER_BYTES + number % self._capacity * 64
+        self._count = number + 1
+        words = self._words
+        words[place >> 3] = 0
+        _PAYLOAD.pack_into(self._memory, place + 8, start_ns, end_ns, num_bytes, name_id, phase, detail, self.operation,
+                           self.plan, count, self.process_set, value)
+        words[place >> 3] = number + 1
+
+    def describe(self, name: str, about: Any) -> None:
+        if self._about.get(name) is about or not self.is_recording:
+            return
+        if len(self._about) >= MAX_NAMES:
+            self._about.clear()
+        self._about[name] = about
+        name_id = self._ids.get(name)
+        if name_id is None:
+            name_id = self._intern(name)
+        if self._num_lines < MAX_NAMES:
+            self._write_line({"name": name_id, "key": list(about.key), "dtypes": about.dtypes, "shapes": about.shapes,
+                              "op": int(about.op), "root": about.root_rank, "device": about.device,
+                              "compressor": about.compressor, "names": about.names})
 
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Timed:
         return Timed(self, phase, name, num_bytes)
@@ -117,14 +171,24 @@ class RingTimeline:
         pass  # the page cache has it already
 
     def close(self) -> None:
+        self.is_recording = False
         self._names.close()
+        self._words.release()
         self._memory.close()
 
     def _intern(self, name: str) -> int:
+        if len(self._ids) >= MAX_NAMES:
+            name = OTHER
+            if name in self._ids:
+                return self._ids[name]
         name_id = self._ids[name] = len(self._ids)
-        self._names.write(json.dumps(name) + "\n")
-        self._names.flush()
+        self._write_line(name)
         return name_id
+
+    def _write_line(self, value: Any) -> None:
+        self._num_lines += 1
+        self._names.write(json.dumps(value) + "\n")
+        self._names.flush()
 
 
 class Timed:
@@ -150,9 +214,24 @@ class TeeTimeline:
     def __init__(self, timelines: Sequence[Timeline]) -> None:
         self.timelines = tuple(timelines)
 
-    def span(self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in ("operation", "plan", "process_set"):
+            for timeline in self.timelines:
+                setattr(timeline, name, value)
+
+    operation = plan = process_set = 0
+
+    def span(
+        self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
+        value: float = 0.0,
+    ) -> None:
         for timeline in self.timelines:
-            timeline.span(phase, name, start_ns, end_ns, num_bytes)
+            timeline.span(phase, name, start_ns, end_ns, num_bytes, detail, count, value)
+
+    def describe(self, name: str, about: Any) -> None:
+        for timeline in self.timelines:
+            timeline.describe(name, about)
 
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Timed:
         return Timed(self, phase, name, num_bytes)
@@ -164,3 +243,21 @@ class TeeTimeline:
     def close(self) -> None:
         for timeline in self.timelines:
             timeline.close()
+
+
+def rings_of(timeline: Timeline) -> list[RingTimeline]:
+    """The rings among what a timeline records into."""
+    parts = timeline.timelines if isinstance(timeline, TeeTimeline) else (timeline,)
+    return [one for one in parts if isinstance(one, RingTimeline)]
+
+
+def clock_identity() -> str:
+    """What processes whose CLOCK_MONOTONIC is one and the same have in common: the kernel's start and the time namespace."""
+    parts = []
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            parts.append(file.read().strip())
+        parts.append(os.readlink("/proc/self/ns/time"))
+    except OSError:
+        parts.append(socket.gethostname())
+    return " ".join(parts)

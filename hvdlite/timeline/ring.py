@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdlite.errors import HvdliteError
+from hvdlite.errors import HvdliteError, format_ranks
 from hvdlite.timeline.recorder import HEADER_BYTES, MAGIC, RECORD
 
-_DTYPE = np.dtype({
-    "names": ["sequence", "start_ns", "end_ns", "num_bytes", "name", "phase"],
-    "formats": ["<u8", "<i8", "<i8", "<u8", "<u4", "<u2"],
-    "offsets": [0, 8, 16, 24, 32, 36],
+DTYPE = np.dtype({
+    "names": ["sequence", "start_ns", "end_ns", "num_bytes", "name", "phase", "detail", "operation", "plan", "count",
+              "process_set", "value"],
+    "formats": ["<u8", "<i8", "<i8", "<u8", "<u4", "<u2", "<u2", "<u4", "<u4", "<u4", "<u4", "<f8"],
+    "offsets": [0, 8, 16, 24, 32, 36, 38, 40, 44, 48, 52, 56],
     "itemsize": RECORD.size,
 })
+
+#: Slots that are looked at together. Chosen: memory stays small however large the ring is.
+_SLOTS_AT_ONCE = 1 << 17
 
 
 class TimelineError(HvdliteError, ValueError):
@@ -28,8 +33,9 @@ class TimelineError(HvdliteError, ValueError):
 class Ring:
     """What one thread recorded.
 
-    ``records``: structured array in order of recording, fields sequence, start_ns, end_ns, num_bytes, name,
-    phase. ``lost``: overwritten since; ``torn``: dropped because the writer was in the middle of it.
+    ``records``: structured array in order of recording, fields as in ``DTYPE``. ``lost``: overwritten since; ``torn``:
+    dropped because the writer was in the middle of it; ``cut``: older ones left out by the reader.
+    ``about``: by number of a name, the last thing said of it.
     """
 
     path: Path
@@ -38,38 +44,77 @@ class Ring:
     names: list[str]
     lost: int
     torn: int
+    cut: int = 0
+    about: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_ring(path: Path | str) -> Ring:
-    """Read one ring file. Raises: TimelineError for what is none."""
+def read_ring(path: Path | str, *, newest: int | None = None) -> Ring:
+    """Read one ring file; of a large one only the ``newest`` records. Raises: TimelineError for what is none."""
     path = Path(path)
-    content = path.read_bytes()
+    header = read_header(path)
+    capacity = header["capacity"]
+    top = written = num_valid = 0
+    for slots, valid in _chunks(path, capacity):
+        written += int(((slots["sequence"] != 0) | (slots["end_ns"] != 0)).sum())
+        num_valid += int(valid.sum())
+        top = max(top, int(slots["sequence"][valid].max(initial=0)))
+    oldest = top - min(capacity, capacity if newest is None else newest)
+    parts = [slots[valid & (slots["sequence"].astype(np.int64) > oldest)] for slots, valid in _chunks(path, capacity)]
+    kept = np.concatenate(parts) if parts else np.zeros(0, DTYPE)
+    kept = kept[np.argsort(kept["sequence"], kind="stable")]
+    names, about = _read_names(path)  # afterwards: what is recorded has its name already
+    good = kept["name"] < len(names)
+    torn = max(0, written - num_valid) + int((~good).sum())
+    return Ring(path, header, kept[good], names, max(0, top - capacity), torn, max(0, num_valid - len(kept)), about)
+
+
+def _chunks(path: Path, capacity: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pieces of a ring: the slots, and which of them hold a whole record of this writer."""
+    with open(path, "rb") as file:
+        for first in range(0, capacity, _SLOTS_AT_ONCE):
+            count = min(_SLOTS_AT_ONCE, capacity - first)
+            looks = []
+            for _ in range(2):
+                file.seek(HEADER_BYTES + first * RECORD.size)
+                content = file.read(count * RECORD.size)
+                looks.append(np.frombuffer(content, DTYPE, count=len(content) // RECORD.size))
+            slots, again = looks
+            if not len(slots):
+                return
+            numbers = slots["sequence"].astype(np.int64) - 1
+            # Record k lies at slot k % capacity: anything else there is not from this writer. What a live writer replaces while
+            # it is read has another number at the second look.
+            valid = (numbers >= 0) & (numbers % capacity == first + np.arange(len(slots)))
+            yield slots, valid & (slots["sequence"] == again["sequence"])
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What a ring says about itself. Raises: TimelineError for what is no ring."""
     try:
-        header = json.loads(content[:HEADER_BYTES])
-        is_ring = header["magic"] == MAGIC
+        with open(path, "rb") as file:
+            header = json.loads(file.read(HEADER_BYTES))
+        is_ring = header["magic"] == MAGIC and header["capacity"] > 0
     except (ValueError, KeyError, TypeError):
         is_ring = False
     if not is_ring:
         raise TimelineError(f"{path}: this is no ring file of hvdlite: name a directory written by --timeline")
-    whole = (len(content) - HEADER_BYTES) // RECORD.size
-    slots = np.frombuffer(content, _DTYPE, count=min(whole, header["capacity"]), offset=HEADER_BYTES)
-    numbers = slots["sequence"].astype(np.int64) - 1
-    # Record k lies at slot k % capacity: anything else there is not from this writer.
-    valid = (numbers >= 0) & (numbers % header["capacity"] == np.arange(len(slots)))
-    names = _read_names(path)
-    valid &= slots["name"] < len(names)
-    kept = slots[valid][np.argsort(numbers[valid])]
-    newest = int(numbers[valid].max(initial=-1)) + 1
-    written = (slots["sequence"] != 0) | (slots["end_ns"] != 0)
-    return Ring(path, header, kept, names, max(0, newest - header["capacity"]), int((written & ~valid).sum()))
+    return dict(header)
 
 
-def read_directory(directory: Path | str) -> list[Ring]:
-    """Read every ring of a job, in rank order. Raises: TimelineError when there is none."""
-    paths = sorted(Path(directory).glob("ring-*.hvdring"))
+def read_directory(directory: Path | str, *, newest: int | None = None) -> list[Ring]:
+    """Read every ring of a job, in rank order. Raises: TimelineError when there is none, or of two jobs."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise TimelineError(f"{directory}: no such directory: name what hvdrun --timeline wrote to")
+    paths = sorted(directory.glob("ring-*.hvdring"))
     if not paths:
         raise TimelineError(f"{directory}: no ring file in it: record with hvdrun --timeline DIR")
-    return [read_ring(path) for path in paths]
+    rings = [read_ring(path, newest=newest) for path in paths]
+    sizes = {ring.header["size"]: ring.header["rank"] for ring in rings}
+    if len(sizes) > 1:
+        told = ", ".join(f"that of rank {rank} is of {size} ranks" for size, rank in sorted(sizes.items()))
+        raise TimelineError(f"{directory}: rings of two jobs: {told}: record each job into a directory of its own")
+    return rings
 
 
 def missing_ranks(rings: list[Ring]) -> list[int]:
@@ -78,6 +123,28 @@ def missing_ranks(rings: list[Ring]) -> list[int]:
     return sorted(set(range(size)) - {ring.header["rank"] for ring in rings})
 
 
-def _read_names(path: Path) -> list[str]:
-    lines = Path(f"{path}.names").read_text(encoding="ascii").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # the last one is empty, or cut in the middle
+def check_complete(directory: Path | str, rings: list[Ring], allow_missing: bool) -> list[int]:
+    """The ranks that left no ring. Raises: TimelineError where there are some, unless that is allowed; without any record."""
+    missing = missing_ranks(rings)
+    if missing and not allow_missing:
+        raise TimelineError(
+            f"{directory}: no ring of {format_ranks(missing)}: copy what those hosts wrote here, or pass --allow-missing")
+    if not any(len(ring.records) for ring in rings if ring.header["thread"] != "clock"):
+        raise TimelineError(f"{directory}: the rings hold no record: the job ended before its first operation")
+    return missing
+
+
+def _read_names(path: Path) -> tuple[list[str], dict[int, dict[str, Any]]]:
+    names: list[str] = []
+    about: dict[int, dict[str, Any]] = {}
+    try:
+        content = Path(f"{path}.names").read_text(encoding="ascii")
+    except OSError as reason:
+        raise TimelineError(f"{path}: its names are missing ({reason}): copy the .names files too") from reason
+    for line in content.split("\n")[:-1]:  # the last one is empty, or cut in the middle
+        value = json.loads(line)
+        if isinstance(value, str):
+            names.append(value)
+        else:
+            about[value["name"]] = value
+    return names, about

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hvdlite.message import ReduceOp
 from hvdlite.optimizer import GradientExchange, GradientSpec, agree_on_order
 from hvdlite.process_set import Members, ProcessSet
 from hvdlite.runtime import Runtime, default_runtime
+from hvdlite.torch.bucket_memory import BucketMemory, memories_of
 from hvdlite.torch.mpi_ops import sparse_allreduce_async
 
 #: The hook of each parameter: one, however many optimizers have been made around it. The last one has it; an older
@@ -60,6 +62,9 @@ class ParameterExchange:
         self._runtime: Runtime | None = None
         self._exchange: GradientExchange | None = None
         self._sparse: set[int] = set()
+        #: Of each bucket: the memory of its small gradients; and their places in it, if all of them are small.
+        self._memories: list[dict[int, BucketMemory]] = []
+        self._homes: list[list[torch.Tensor] | None] = []
         self._clear()
         self._bind()
 
@@ -82,13 +87,13 @@ class ParameterExchange:
         if self._exchange is None:
             return
         changed = [self._names[index] for index in self._sent if index not in self._overrun and not self._is_as_sent(index)]
-        for index in range(len(self.parameters)):
-            if index not in self._sent:
-                self._send(index)
+        for number in range(len(self._exchange.buckets)):
+            if self._missing[number] >= 0:
+                self._send(number)
         try:
             results = self._exchange.finish(lambda index: None)
-            for index, result in results.items():
-                self._receive(index, result)
+            for index in self._contexts:
+                self._receive(index, results[index])
             self._exchange_sparse(self._exchange.label)
         finally:
             for index in self._overrun:
@@ -156,6 +161,7 @@ class ParameterExchange:
         if members.size() > 1 and members.rank_in_set >= 0:  # on every rank of the set or on none, so that labels agree
             self._exchange = self._make_exchange(runtime, members)
         self._runtime, self._members = runtime, members
+        self._clear()
 
     def _make_exchange(self, runtime: Runtime, members: Members) -> GradientExchange:
         options, label = self._options, runtime.label("gradients", members)
@@ -170,6 +176,12 @@ class ParameterExchange:
             specs, label=label, op=options.op, in_place=True, prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=options.process_set, groups=self._groups, runtime=runtime, compression=quantized,
             moment=None if quantized is None or options.second_moment is None else self._moment)
+        self._homes = [None] * len(exchange.buckets)
+        self._memories = [{} for _ in exchange.buckets]
+        if self._dense is NoneCompressor:
+            for number, bucket in enumerate(exchange.buckets):
+                if exchange.is_dense(number):
+                    self._make_homes(exchange, number, bucket)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)
             if old is not None:
@@ -177,6 +189,17 @@ class ParameterExchange:
             if parameter.requires_grad:
                 _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(index))
         return exchange
+
+    def _make_homes(self, exchange: GradientExchange, number: int, bucket: Sequence[int]) -> None:
+        memories = memories_of(bucket, self.parameters)
+        for memory in memories:
+            exchange.give_home(number, memory.buffers, memory.flat)
+            self._memories[number].update(dict.fromkeys(memory.homes, memory))
+        known = self._memories[number]
+        if len(known) == len(bucket):
+            self._homes[number] = [known[index].homes[index] for index in bucket]
+        for memory in memories:
+            memory.note_users()
 
     def _moment(self, index: int) -> np.ndarray | None:
         assert self._options.second_moment is not None
@@ -221,31 +244,78 @@ class ParameterExchange:
                 "step() or synchronize(): raise backward_passes_per_step, or call step() after each pass")
         self._counts[index] += 1
         if self._counts[index] == self.passes:
-            self._send(index)
+            gradient = self.parameters[index].grad
+            self._sent[index] = (gradient, -1 if gradient is None else gradient._version)
+            number = self._exchange.bucket_of(index)
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                self._send(number)
 
     def _clear(self) -> None:
         self._counts = [0] * len(self.parameters)
+        #: Of each bucket how many gradients it waits for; -1 once it has left.
+        self._missing = [] if self._exchange is None else [len(bucket) for bucket in self._exchange.buckets]
         self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
         self._overrun: set[int] = set()
         self._contexts: dict[int, tuple[torch.Tensor, Any]] = {}
         self._sparse_gradients: dict[int, torch.Tensor] = {}
 
-    def _send(self, index: int) -> None:
-        gradient = self._gradient(index)
-        assert self._exchange is not None
+    def _send(self, number: int) -> None:
+        """Let a bucket leave, with what its parameters have as gradients now."""
+        exchange, parameters = self._exchange, self.parameters
+        assert exchange is not None
+        bucket = exchange.buckets[number]
+        self._missing[number] = -1
+        gradients = [self._gradient(index) for index in bucket]
+        homes = self._homes[number]
+        if homes is None or not all(map(is_, gradients, homes)):
+            gradients = self._bring_home(number, bucket, gradients)
+            homes = None
+        for index in bucket:
+            own = parameters[index].grad
+            self._sent[index] = (own, -1 if own is None else own._version)
+        if homes is None:
+            gradients = [self._as_sent(index, one) for index, one in zip(bucket, gradients, strict=True)]
+        exchange.send(number, gradients)
+
+    def _as_sent(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What travels of a gradient."""
         if gradient.is_sparse:
             self._sparse.add(index)
             if not self._options.sparse_as_dense:
                 self._sent[index] = (None, 0)
                 self._sparse_gradients[index] = gradient
-                self._exchange.ready(index, gradient.new_empty(0).to_dense())  # keeps its place in the bucket
-                return
+                return gradient.new_empty(0).to_dense()  # keeps its place in the bucket
             gradient = gradient.to_dense()
         sent, context = self._dense.compress(gradient)
-        self._contexts[index] = (gradient, context)
-        parameter = self.parameters[index]
-        self._sent[index] = (parameter.grad, -1 if parameter.grad is None else parameter.grad._version)
-        self._exchange.ready(index, sent)
+        if sent is not gradient or index in self._sparse:
+            self._contexts[index] = (gradient, context)
+        return sent
+
+    def _bring_home(
+        self, number: int, bucket: Sequence[int], gradients: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Copy gradients that backward made anew to where their bucket wants them, which becomes their parameters' ``grad``."""
+        memories = self._memories[number]
+        if not memories or torch.is_inference_mode_enabled():
+            return gradients
+        brought: dict[int, torch.Tensor] = {}
+        is_viewed = {id(one): one.is_viewed() for one in memories.values()}
+        for index, gradient in zip(bucket, gradients, strict=True):
+            memory = memories.get(index)
+            if memory is None or gradient is memory.homes[index] or is_viewed[id(memory)]:
+                continue
+            parameter = self.parameters[index]
+            if memory.takes(index, gradient) and parameter.grad is gradient:
+                brought[index] = gradient
+        if not brought:
+            return gradients
+        homes = {index: memories[index].homes[index] for index in brought}
+        with torch.no_grad():
+            torch._foreach_copy_(list(homes.values()), list(brought.values()))
+        for index, home in homes.items():
+            self.parameters[index].grad = home
+        return [homes.get(index, gradient) for index, gradient in zip(bucket, gradients, strict=True)]
 
     def _gradient(self, index: int) -> torch.Tensor:
         """The parameter's gradient, or zeros; a frozen parameter is left without one."""

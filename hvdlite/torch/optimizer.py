@@ -20,6 +20,7 @@ from hvdlite.runtime import default_runtime
 from hvdlite.torch.compression import Compression, Quantized, checked
 from hvdlite.torch.functions import COMPILED_PREFIX, QUANTIZED_STATE, keeping_groups_and_state
 from hvdlite.torch.gradients import ExchangeOptions, ParameterExchange
+from hvdlite.torch.phases import StepPhases
 
 
 def DistributedOptimizer(
@@ -103,6 +104,7 @@ class _Distributed:
         self._synchronized = False
         self._should_synchronize = True
         self._exchanges: list[ParameterExchange] = []
+        self._phases = StepPhases()
         runtime = default_runtime()
         self._label = runtime.label("optimizer", runtime.members(options.process_set))
         self._register(groups)
@@ -142,6 +144,7 @@ class _Distributed:
 
         Raises: AssertionError where gradients were changed since backward; the exchange's errors.
         """
+        self._phases.backward_ended(default_runtime().marks)
         self._register()
         failure: BaseException | None = None
         for one in self._exchanges:
@@ -168,7 +171,9 @@ class _Distributed:
         Raises: AssertionError within ``skip_synchronize`` with gradients in flight.
         """
         if closure is not None and self._should_synchronize:
-            return super().step(self._synchronizing(closure))  # type: ignore[misc]
+            result = super().step(self._synchronizing(closure))  # type: ignore[misc]
+            self._phases.step_ended(default_runtime().marks, self._label)
+            return result
         if self._should_synchronize:
             assert not any(one.was_overrun for one in self._exchanges), (
                 "step() after more backward passes than backward_passes_per_step: the gradients are lost: call synchronize() "
@@ -186,6 +191,7 @@ class _Distributed:
         result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
         for one in self._exchanges:
             one.correct_moments(self._correct_moment)
+        self._phases.step_ended(default_runtime().marks, self._label)
         return result
 
     def _correct_moment(self, parameter: torch.Tensor, factor: float) -> None:
@@ -274,6 +280,7 @@ class _Adasum:
         self._options = options
         self._passes = passes
         self._label = default_runtime().label("adasum")
+        self._phases = StepPhases()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accepted; gradients add up locally until ``step`` whatever the number."""
@@ -300,6 +307,7 @@ class _Adasum:
             combined = api.grouped_allreduce_([one for one, _ in changes], name=self._label, op=ReduceOp.Adasum)
             for p, old, one, (_, context) in zip(parameters, before, combined, changes, strict=True):
                 p.copy_(old + compression.decompress(one, context))
+        self._phases.step_ended(default_runtime().marks, self._label)
         return result
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
