@@ -94,7 +94,8 @@ def main(argv: Sequence[str]) -> int:
     findings = find(patients, pairs)
     if arguments.json:
         print(json.dumps({
-            "hosts": [{"host": one.host.name, "error": one.error, "clock_offset_s": one.clock_offset_s, **one.facts} for one in patients],
+            "hosts": [{"host": one.host.name, "error": one.error, "clock_offset_s": one.clock_offset_s, **one.facts}
+                      for one in patients],
             "pairs": [{"from": a, "to": b, **result} for (a, b), result in pairs.items()], "findings": findings}, indent=2))
     else:
         print(report(patients, pairs, findings, _paints()))
@@ -219,13 +220,14 @@ def find(patients: Sequence[Patient], pairs: dict[tuple[str, str], dict[str, Any
         for one in present:
             if one.facts["python"]:
                 seen.setdefault(one.facts["python"].get(name, "none"), []).append(one.host.name)
-        if len(seen) > 1 or "none" in seen and name != "numpy":
+        if len(seen) > 1 or ("none" in seen and name != "numpy"):
             told = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in seen.items())
             findings.append(f"{name}: {told}: install the same environment on all hosts, at the same path")
     rates = [result["bytes_per_s"] for result in pairs.values() if "bytes_per_s" in result]
     for (sender, receiver), result in pairs.items():
         if "error" in result:
-            findings.append(f"{sender} -> {receiver}: cannot connect from interface {result['via'] or '(no route)'}: {result['error']}: "
+            via = result["via"] or "(no route)"
+            findings.append(f"{sender} -> {receiver}: cannot connect from interface {via}: {result['error']}: "
                             f"open the firewall between them, or name another interface: --network-interfaces")
         elif result["bytes_per_s"] < SLOW_SHARE * max(rates):
             findings.append(f"{sender} -> {receiver}: {_rate(result['bytes_per_s'])} over {result['via']}, the fastest pair has "
@@ -241,8 +243,8 @@ def _of_host(one: Patient) -> list[str]:
         found.append(f"{name}: /dev/shm has {facts['shm_bytes'] >> 20} MiB: MPI needs more: docker run --shm-size=1g, or "
                      "mount -o remount,size=1g /dev/shm")
     elif facts["shm_free_bytes"] < MIN_SHM_BYTES:
-        found.append(f"{name}: /dev/shm has {facts['shm_free_bytes'] >> 20} MiB left of {facts['shm_bytes'] >> 20}: remove what dead "
-                     "jobs left there: ls -l /dev/shm")
+        found.append(f"{name}: /dev/shm has {facts['shm_free_bytes'] >> 20} MiB left of {facts['shm_bytes'] >> 20}: "
+                     "remove what dead jobs left there: ls -l /dev/shm")
     if 0 <= facts["nofile"] < MIN_OPEN_FILES:
         found.append(f"{name}: {facts['nofile']} open files are allowed: ulimit -n {MIN_OPEN_FILES}")
     if abs(one.clock_offset_s) > MAX_CLOCK_OFFSET_S + one.clock_error_s:
@@ -271,7 +273,8 @@ def report(patients: Sequence[Patient], pairs: dict[tuple[str, str], dict[str, A
     if len(names) > 1:
         rates = [result["bytes_per_s"] for result in pairs.values() if "bytes_per_s" in result]
         width = max(10, *map(len, names))
-        lines += ["", "bandwidth from the row's host to the column's", " ".join(["".ljust(width), *(name.rjust(width) for name in names)])]
+        lines += ["", "bandwidth from the row's host to the column's",
+                  " ".join(["".ljust(width), *(name.rjust(width) for name in names)])]
         for sender in names:
             cells = []
             for receiver in names:

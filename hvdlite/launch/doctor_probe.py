@@ -37,7 +37,7 @@ def versions(python):  # type: ignore[no-untyped-def]
             "except Exception: pass\n"
             "print(json.dumps(found))")
     try:
-        done = subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
         return json.loads(done.stdout.decode().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return {}
@@ -120,8 +120,8 @@ def send(address, port, seconds):  # type: ignore[no-untyped-def]
 def main():  # type: ignore[no-untyped-def]
     listener = socket.create_server(("", 0), backlog=64)
     threading.Thread(target=serve, args=(listener,), daemon=True).start()
-    _say(dict(facts(PYTHON), port=listener.getsockname()[1]))  # noqa: F821  set before this text
-    for line in ORDERS:  # noqa: F821
+    _say(dict(facts(PYTHON), port=listener.getsockname()[1]))  # type: ignore[name-defined]  # noqa: F821  set before this text
+    for line in ORDERS:  # type: ignore[name-defined]  # noqa: F821
         order = json.loads(line)
         if order["do"] == "time":
             _say({"time": time.time()})

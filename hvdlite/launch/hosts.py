@@ -116,7 +116,8 @@ def _after_bracket(rest: str) -> tuple[str, str, str]:
 
 def _slots(text: str, entry: str, about: str = "") -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise ConfigError(f"{about}{entry!r} is not a number" if not about else f"{about}{entry!r}: {text!r} is no number of slots: {_HOW}")
+        raise ConfigError(
+            f"{about}{entry!r}: {text!r} is no number of slots: {_HOW}" if about else f"{entry!r} is not a number")
     if int(text) == 0:
         raise ConfigError(f"{about}{entry!r}: 0 slots hold no rank: leave the host out")
     return int(text)

@@ -12,6 +12,7 @@ class OutputOptions:
     ``prefix``: a template before each line (``{rank} {host} {time}``); None: ``[{rank}] `` on a terminal, else none.
     ``fold``: whether equal lines of several ranks become one; None: where lines have a prefix that tells the rank.
     ``color``: auto, always or never. ``directory``: where each rank's output is kept as well. ``is_raw``: bytes as they come.
+    ``holds_tracebacks``: one of a rank that fails is left to the closing box.
     """
 
     prefix: str | None = None
@@ -19,6 +20,7 @@ class OutputOptions:
     color: str = "auto"
     directory: str = ""
     is_raw: bool = False
+    holds_tracebacks: bool = True
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Job:
 
     ``hosts``: the host of each rank; empty: all on this one. ``binds``: each rank gets its part of its host's
     allowed processors; ``sets_threads``: and OMP_NUM_THREADS, by their number; ``gpus``, or those its host has
-    (``finds_gpus``): each rank sees one, by local rank. ``stdin_rank``: who reads hvdrun's standard input; -1 nobody, -2 every rank.
+    (``finds_gpus``): each rank sees one, by local rank.
+    ``stdin_rank``: who reads hvdrun's standard input; -1 nobody, -2 every rank.
     *Units*: ``unwind_s`` from the first failure to SIGTERM; ``grace_s`` from there to SIGKILL; ``hang_timeout_s`` without
     progress until the job is ended, 0 never; ``start_timeout_s`` until every rank has started.
     """

@@ -134,7 +134,8 @@ def use_starter(path: str, mpi: Mpi) -> Starter:
     """Take the starter that the user names. Raises: UnavailableError where it is not one, or another MPI's."""
     starter = identify_starter(path)
     if starter is None:
-        raise UnavailableError(f"--starter {path}: {path} --version does not say that it is Hydra, PRRTE or ORTE: name the MPI's mpiexec")
+        raise UnavailableError(
+            f"--starter {path}: {path} --version does not say that it is Hydra, PRRTE or ORTE: name the MPI's mpiexec")
     if starter.kind != mpi.starter_kind:
         raise UnavailableError(
             f"--starter {path} is {starter.kind.value}, but mpi4py is bound to {mpi}: every rank would find itself alone: leave "

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -97,8 +99,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("module", ("-m", "--module"), _START, "run a module as python -m does; the rest are its arguments", metavar="MODULE"),
     Option("as_horovod", ("--as-horovod",), _START, "programs written for Horovod: import horovod finds hvdlite", None, False),
     Option("restarts", ("--restarts", "--max-restarts"), _START,
-           "after a failure start all ranks again, so many times at most; they find HVDLITE_RESTART and the last commit", whole, 0, "N"),
-    Option("stdin", ("--stdin",), _START, "rank that reads hvdrun's standard input, or all; else it is closed", stdin_rank, -1, "RANK"),
+           "after a failure start all ranks again, so many times at most; they find HVDLITE_RESTART and the last commit",
+           whole, 0, "N"),
+    Option("stdin", ("--stdin",), _START, "rank that reads hvdrun's standard input, or all; else it is closed",
+           stdin_rank, -1, "RANK"),
     Option("bind", ("--bind-to",), _START, "auto: each rank gets its part of the allowed processors where that is two or more; "
            "none", one_of("auto", "none"), "auto", "HOW"),
     Option("gpus", ("--gpus",), _START, "auto or a list as 0,1: each rank sees one GPU, by local rank; none: all see all and "
@@ -106,9 +110,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("launcher", ("--launcher",), _START, "mpi: the starter of mpi4py's MPI", one_of("mpi", "auto"), "mpi", "HOW"),
     Option("starter", ("--starter",), _START, "the MPI's own starter, where it is not found by itself", str, "", "PATH"),
     Option("mpi_args", ("--mpi-args",), _START, "more options for the MPI's own starter, in one word", str, "", "ARGS"),
-    Option("binding_args", ("--binding-args",), _START, "the same, as horovodrun has it; hvdrun then binds nothing", str, "", "ARGS"),
+    Option("binding_args", ("--binding-args",), _START, "the same, as horovodrun has it; hvdrun then binds nothing",
+           str, "", "ARGS"),
     Option("hosts", ("-H", "--hosts", "--host"), _HOSTS, "h1:2,user@h2:2,[fd00::1]:2,n[01-03,7]:2", str, "", "HOSTS"),
-    Option("hostfile", ("-hostfile", "--hostfile", "-f"), _HOSTS, "file of hosts, as Open MPI, MPICH or DeepSpeed write it", str, "", "FILE"),
+    Option("hostfile", ("-hostfile", "--hostfile", "-f"), _HOSTS, "file of hosts, as Open MPI, MPICH or DeepSpeed write it",
+           str, "", "FILE"),
     Option("ssh_port", ("-p", "--ssh-port"), _HOSTS, "port of the hosts' ssh servers", count, None, "PORT"),
     Option("ssh_identity_file", ("-i", "--ssh-identity-file"), _HOSTS, "key for ssh", str, "", "FILE"),
     Option("ssh_args", ("--ssh-args",), _HOSTS, "more options for ssh, in one word", str, "", "ARGS"),
@@ -119,19 +125,19 @@ OPTIONS: tuple[Option, ...] = (
     Option("tcp", ("--tcp",), _HOSTS, "let MPI and NCCL use TCP only", None, False),
     Option("env", ("-x",), _ENV, "pass a variable although it looks like a secret, or set it", str, (), "NAME[=VALUE]", True),
     Option("env_all", ("--env-all",), _ENV, "pass all variables, those that look like secrets too", None, False),
-    Option("prefix", ("--prefix",), _OUTPUT, "before each line: {rank} {local_rank} {host} {time} {stream} (default: '[{rank}] ' on "
-           "a terminal, nothing else)", prefix, None, "TEMPLATE"),
+    Option("prefix", ("--prefix",), _OUTPUT, "before each line: {rank} {local_rank} {host} {time} {stream} (default: "
+           "'[{rank}] ' on a terminal, nothing else)", prefix, None, "TEMPLATE"),
     Option("prefix_timestamp", ("-prefix-timestamp", "--prefix-output-with-timestamp"), _OUTPUT,
            "the same as --prefix '[{rank}] {time} '", None, False),
     Option("fold", ("--fold",), _OUTPUT, "equal lines of several ranks become one, as [0-3] line (default: where lines have a "
            "prefix that tells the rank)", None, None, off_flags=("--no-fold",)),
-    Option("color", ("--color",), _OUTPUT, "colour prefixes: auto, always, never; NO_COLOR is honoured", one_of("auto", "always", "never"),
-           "auto", "WHEN"),
-    Option("output_dir", ("--output-dir", "--output-filename"), _OUTPUT, "keep each rank's output in DIR/rank.N/stdout and stderr, "
-           "and all of it in DIR/output.log", str, "", "DIR"),
+    Option("color", ("--color",), _OUTPUT, "colour prefixes: auto, always, never; NO_COLOR is honoured",
+           one_of("auto", "always", "never"), "auto", "WHEN"),
+    Option("output_dir", ("--output-dir", "--output-filename"), _OUTPUT, "keep each rank's output in DIR/rank.N/stdout and "
+           "stderr, and all of it in DIR/output.log", str, "", "DIR"),
     Option("raw", ("--raw",), _OUTPUT, "pass the ranks' bytes as they come: no whole lines, no prefix", None, False),
-    Option("unwind", ("--unwind",), _END, "seconds that the other ranks have to end by themselves after a failure, before SIGTERM",
-           seconds, 1.0, "S"),
+    Option("unwind", ("--unwind",), _END, "seconds that the other ranks have to end by themselves after a failure, before "
+           "SIGTERM", seconds, 1.0, "S"),
     Option("grace", ("--grace",), _END, "seconds from SIGTERM to SIGKILL", seconds, 5.0, "S"),
     Option("hang_timeout", ("--hang-timeout",), _END, "end the job with code 124, and tell where all ranks are, when something "
            "has been pending for so many seconds, or nothing has happened at all", seconds, 0.0, "S"),
@@ -218,8 +224,8 @@ def ignored_flags(arguments: argparse.Namespace) -> list[str]:
     given = [name.removeprefix("other:") for name in vars(arguments) if name.startswith("other:")]
     for flag in given:
         if flag in _REFUSED:
-            raise ConfigError(f"{flag}: hvdrun starts a fixed number of ranks, and cannot add or remove any while it runs: leave it "
-                              "out; --restarts N starts all of them again after a failure")
+            raise ConfigError(f"{flag}: hvdrun starts a fixed number of ranks, and cannot add or remove any while it runs: "
+                              "leave it out; --restarts N starts all of them again after a failure")
     return [flag for flag in given if flag not in _SILENT]
 
 
@@ -321,23 +327,22 @@ def _check_names(table: Mapping[str, Any], file: str) -> None:
     for name in table:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(f"{file}: {name!r} is no setting: {f'did you mean {close[0]!r}?' if close else 'see hvdrun --help'}")
+            advice = f"did you mean {close[0]!r}?" if close else "see hvdrun --help"
+            raise ConfigError(f"{file}: {name!r} is no setting: {advice}")
 
 
 def read_file(file: str) -> dict[str, Any]:
     """Read a configuration file. Raises: ConfigError."""
     try:
-        import tomllib
+        tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError:
-        try:
-            import tomli as tomllib  # type: ignore[no-redef,import-not-found]
-        except ImportError:
-            raise ConfigError(f"{file}: Python 3.10 reads no TOML by itself: pip install tomli, or use Python 3.11") from None
+        raise ConfigError(f"{file}: Python 3.10 reads no TOML by itself: pip install tomli, or use Python 3.11") from None
     if file.endswith((".yaml", ".yml")):
         raise ConfigError(f"{file}: configuration is TOML here, not YAML: write lines such as: np = 4")
     try:
         with open(file, "rb") as stream:
-            return tomllib.load(stream)
+            table: dict[str, Any] = tomllib.load(stream)
+            return table
     except OSError as reason:
         raise ConfigError(f"{file}: cannot be read: {reason.strerror}: pass an existing file to --config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:

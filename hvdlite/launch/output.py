@@ -44,7 +44,8 @@ def check_prefix(template: str) -> str:
     except ValueError as reason:
         raise ValueError(f"{template!r}: {reason}") from None
     if unknown := names - _FIELDS:
-        raise ValueError(f"{template!r}: {{{sorted(unknown)[0]}}} is unknown: use {{rank}}, {{local_rank}}, {{host}}, {{time}}, {{stream}}")
+        raise ValueError(f"{template!r}: {{{sorted(unknown)[0]}}} is unknown: "
+                         "use {rank}, {local_rank}, {host}, {time}, {stream}")
     return template
 
 
@@ -184,7 +185,10 @@ class Output:
             one.frame = text
 
     def _line(self, rank: int, stream: int, line: bytes) -> None:
-        lines = self.tails[rank].take(line, self._clock()) if stream == 2 else (line,)
+        tail = self.tails[rank]
+        lines = tail.take(line, self._clock()) if stream == 2 else [line]
+        if not self._options.holds_tracebacks:
+            lines += tail.release()
         for one in lines:
             self._queue(rank, stream, one)
 

@@ -108,7 +108,8 @@ class Planned:
         return own[0], "::" if any(":" in one for one in own) else "0.0.0.0"
 
     def _ssh(self) -> SshOptions:
-        return SshOptions(self.settings.ssh_port, self.settings.ssh_identity_file, self.settings.ssh_args, self.job.start_timeout_s)
+        return SshOptions(
+            self.settings.ssh_port, self.settings.ssh_identity_file, self.settings.ssh_args, self.job.start_timeout_s)
 
     def _write_files(self, directory: str, request: StartRequest, command: StartCommand) -> None:
         if not request.is_remote:
@@ -142,7 +143,8 @@ class Planned:
 
     def facts(self) -> dict[str, Any]:
         """All of it, as plain data; values of secrets are masked."""
-        command = build_command(replace(self.request, directory="/tmp/hvdrun-XXXXXXXX", local_address="ADDRESS" * self.request.is_remote))
+        command = build_command(replace(
+            self.request, directory="/tmp/hvdrun-XXXXXXXX", local_address="ADDRESS" * self.request.is_remote))
         return {
             "num_ranks": self.job.num_ranks, "origin": self.origin, "mpi": str(self.mpi),
             "command": [os.fsdecode(word) for word in self.job.argv], "directory": os.fsdecode(self.job.directory),
@@ -164,7 +166,8 @@ class Planned:
             cpus = f", processors {format_ranks(row['cpus']).split(' ', 1)[1]}" if "cpus" in row else ""
             threads = f", OMP_NUM_THREADS={row['omp_num_threads']}" if "omp_num_threads" in row else ""
             gpu = f", GPU {row['gpu']}" if "gpu" in row else ""
-            lines.append(f"rank {row['rank']}: {row['host']}, local rank {row['local_rank']} of {row['local_size']}{cpus}{threads}{gpu}")
+            lines.append(f"rank {row['rank']}: {row['host']}, local rank {row['local_rank']} of {row['local_size']}"
+                         f"{cpus}{threads}{gpu}")
         lines += [f"warning: {one}" for one in self.warnings]
         return "\n".join([*lines, "nothing was started"])
 
@@ -175,7 +178,8 @@ def plan_job(settings: Settings, command: list[str]) -> Planned:
     if not hosts and settings.np is None:
         raise ConfigError("the number of ranks is missing: say how many to start, for example -np 2")
     if command and settings.hosts and _is_host(command[0]):
-        raise ConfigError(f"-H {settings.hosts} {command[0]}: hosts are separated by commas: write -H {settings.hosts},{command[0]}")
+        raise ConfigError(
+            f"-H {settings.hosts} {command[0]}: hosts are separated by commas: write -H {settings.hosts},{command[0]}")
     placement = tuple(place(hosts, settings.np)) if hosts else ()
     num_ranks = len(placement) if hosts else settings.np
     is_remote = any(not is_this_host(host.name) for host in set(placement))

@@ -372,7 +372,8 @@ class Supervisor:
         if len(self._ranks) < self._job.num_ranks:
             self._fail(
                 f"starter: {self._starter.args[0]!r} ended with code {self._starter.returncode} before it had "  # type: ignore[index]
-                f"started every rank ({len(self._ranks)} of {self._job.num_ranks}){self._not_heard_of()}: see what it wrote above",
+                f"started every rank ({len(self._ranks)} of {self._job.num_ranks}){self._not_heard_of()}: "
+                "see what it wrote above",
                 self._starter.returncode or 1)
         elif self._kill_at_s == _FOREVER_S:
             self._begin_ending(signal.SIGTERM)
@@ -451,8 +452,8 @@ class Supervisor:
             return
         if self._job.is_remote:
             waits = "; ".join(f"waiting for {host}: {read_note(self._directory, 'stage', host) or 'its turn'}" for host in hosts)
-            error = (f"{waits}: gave up after {self._job.start_timeout_s:g} s (--start-timeout): try ssh {next(iter(hosts))} true, "
-                     "or hvdrun doctor -H")
+            error = (f"{waits}: gave up after {self._job.start_timeout_s:g} s (--start-timeout): "
+                     f"try ssh {next(iter(hosts))} true, or hvdrun doctor -H {','.join(hosts)}")
         else:
             error = (f"starter: it started {len(self._ranks)} of {self._job.num_ranks} ranks in {self._job.start_timeout_s:g} s: "
                      "run hvdrun --verbose and try the command it prints")
@@ -575,7 +576,7 @@ def _start(command: StartCommand, job: Job) -> subprocess.Popen[bytes]:
     hvdrun_pid = os.getpid()
     return subprocess.Popen(
         command.argv,
-        env=environment | command.caller | own,
+        env={**environment, **command.caller, **own},
         stdin=subprocess.DEVNULL,  # a starter reads it for rank 0, and so eats the input of a surrounding shell loop
         start_new_session=True,  # a terminal's Ctrl-C reaches hvdrun only, which passes it on in order
         preexec_fn=lambda: die_with_parent(signal.SIGTERM, hvdrun_pid))

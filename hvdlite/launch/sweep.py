@@ -1,4 +1,4 @@
-"""What dead jobs leave behind: shared memory of their MPI, and directories of sockets. Found by claims, so nothing else is touched.
+"""What dead jobs leave behind: shared memory of their MPI, and directories of sockets; found by claims.
 
 Each guard keeps a claim, ``/dev/shm/hvdlite-JOB-RANK``: the segments that it saw its rank map. A claim whose job has no living
 process on this host is void: its segments go, unless something else maps them, and then the claim itself.
@@ -81,7 +81,7 @@ def sweep_shared_memory(directory: str = SHARED_MEMORY, temporary: str | None = 
 
 def living_jobs() -> set[str]:
     """The jobs that some process on this host belongs to."""
-    found = set()
+    found: set[str] = set()
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
