@@ -86,6 +86,7 @@ class Background:
         self.queue = TensorQueue()
         self.slots = SlotTable(config.cache_capacity)
         self.num_cycles = 0
+        self.num_completed = 0
         self.is_clean = True
         #: Whether the loop ended because some rank's process did, or may have: MPI's Finalize would wait for that.
         self.lost_ranks = False
@@ -115,6 +116,7 @@ class Background:
         self._last_joined = -1
         self._farewell: Farewell | None = None
         self._ended = False
+        self._abandoned: HorovodInternalError | None = None
         self._next_check_ns = 0
         self._awaited_since = 0.0
         self._progress_s = time.monotonic()
@@ -169,12 +171,30 @@ class Background:
             self._farewell = Farewell(True, failed, reason, 0, is_final)
         self.queue.wake()
 
+    def in_flight(self) -> list[TensorEntry]:
+        """What has been submitted here and has not ended. Any thread: copies are single steps."""
+        return [*list(self._pending.values()), *self.queue.waiting()]
+
+    def abandon(self, error: HorovodInternalError, takeover_s: float) -> None:
+        """End with ``error``, whatever is in flight; a loop that does not come back from MPI in time is left to itself.
+
+        *Threads*: any but the loop's. A loop that does come back later finds nothing pending and ends.
+        """
+        if self._ended:
+            return
+        error.is_final = True
+        self._abandoned = error
+        self.queue.wake()
+        if not self.join(takeover_s) and not self._ended:
+            self._end(error)
+
     def run(self) -> None:
         """Cycle until all ranks leave; whatever happens, every handle ends."""
         _shorten_timer_slack()
         try:
             with np.errstate(all="ignore"):
                 while not self._ended:
+                    self._look_for_abandonment()
                     while self._calls:
                         self._calls.popleft()()
                     if not self._pending and not len(self.queue) and self._farewell is None:
@@ -462,6 +482,7 @@ class Background:
             return
         if self._timeline.is_recording:
             self._record_end(entry, Phase[key.collective.upper()], time.monotonic_ns())
+        self.num_completed += 1
         entry.handle.complete(result)
         self.queue.notice_end()
 
@@ -516,6 +537,7 @@ class Background:
         """Sleep, or until woken; say once that the control plane has not answered for long."""
         if seconds > _NOTICED_S:
             self._look_at_silence()
+        self._look_for_abandonment()
         return self._sleep(self.queue.wait_for_wake, seconds)
 
     def _sleep(self, wait: Callable[[float], bool], seconds: float) -> bool:
@@ -529,6 +551,10 @@ class Background:
         if now_ns - due_ns > self._late_ns and 2 * (time.process_time_ns() - used_ns) < now_ns - due_ns:
             self._timeline.span(Phase.NOT_RUNNING, "not running", due_ns, now_ns)
         return result
+
+    def _look_for_abandonment(self) -> None:
+        if self._abandoned is not None:
+            raise self._abandoned
 
     def _look_at_silence(self) -> None:
         limit_s = self._config.stall_warning_s

@@ -185,6 +185,14 @@ def _parse(one: Field[Any], text: str, where: str) -> Any:
         raise ConfigError(f"{where}: {text!r} {reason}: {one.metadata['help']}") from None
 
 
+def parse_flag(text: str, where: str) -> bool:
+    """Read a yes or no. Raises: ConfigError that says where it stood."""
+    try:
+        return _flag(text)
+    except ValueError as reason:
+        raise ConfigError(f"{where}: {text!r} {reason}") from None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` one flag per setting; a flag that was not used is absent from the namespace."""
     group = parser.add_argument_group("settings of the runtime (also as environment variables)")

@@ -1,18 +1,78 @@
-"""Notes that a rank leaves for the hvdrun that started it: whose fault its end is."""
+"""Notes between a rank and the guard that hvdrun gave it: whose fault its end is, what a peer's end was, where it hangs.
+
+The guard passes two descriptors: a socket for lines of JSON both ways, and a pipe that ``faulthandler`` writes stacks to
+when the guard sends a signal: it works from C, whatever holds the interpreter's lock, and needs no ptrace.
+*Threads*: :func:`listen` starts one; until then the rank has no thread of ours.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
 
-#: Names the descriptor of a pipe to the rank's guard.
+#: Holds the two descriptors, as in ``5,7``.
 VARIABLE = "HVDLITE_NOTES_FD"
 #: The note of a rank that ends because of a peer.
-VICTIM = b"victim\n"
+VICTIM = "victim"
+#: What asks Python for its stacks. Chosen: nobody uses the last real-time signals, and the guard sends it only to a
+#: process that said it listens.
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+
+_claimed: list[socket.socket] = []
+_owner_pid = 0
 
 
-def leave(note: bytes) -> None:
-    """Write a note; nothing happens where no hvdrun reads it."""
+def claim() -> bool:
+    """Take the guard's descriptors, once in a rank's first Python; children find none. Tell whether they are taken."""
+    global _owner_pid
+    if _claimed:
+        return os.getpid() == _owner_pid
+    text = os.environ.pop(VARIABLE, "")
     try:
-        os.write(int(os.environ[VARIABLE]), note)
-    except (KeyError, ValueError, OSError):
-        pass  # started otherwise, or nobody listens
+        notes_fd, stacks_fd = map(int, text.split(","))
+        os.set_inheritable(notes_fd, False)
+        os.set_inheritable(stacks_fd, False)
+        connection = socket.socket(fileno=notes_fd)
+    except (ValueError, OSError):
+        return False  # started otherwise, or a parent has them
+    _claimed.append(connection)
+    _owner_pid = os.getpid()
+    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
+    leave("python", pid=_owner_pid)
+    return True
+
+
+def leave(kind: str, **facts: Any) -> None:
+    """Write a note; nothing happens where no hvdrun reads it, and in a forked child."""
+    if not claim():
+        return
+    try:
+        _claimed[0].sendall(json.dumps({"kind": kind, **facts}).encode("ascii") + b"\n")
+    except OSError:
+        pass  # the guard is gone
+
+
+def listen(hear: Callable[[dict[str, Any]], None]) -> None:
+    """Call ``hear`` with each of the guard's notes, on a thread of its own. Once."""
+    if claim():
+        threading.Thread(target=_serve, args=(hear,), name="hvdlite-notes", daemon=True).start()
+
+
+def _serve(hear: Callable[[dict[str, Any]], None]) -> None:
+    unread = b""
+    while True:
+        try:
+            data = _claimed[0].recv(1 << 16)
+        except OSError:
+            return
+        if not data:
+            return
+        *lines, unread = (unread + data).split(b"\n")
+        for line in lines:
+            hear(json.loads(line))

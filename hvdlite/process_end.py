@@ -41,6 +41,11 @@ def take_over_finalize(mpi4py: Any) -> None:
         _State.owns_finalize = True
 
 
+def is_installed() -> bool:
+    """Whether an uncaught exception ends this process by what :func:`install` put in place."""
+    return _State.installed
+
+
 def install(leave: Callable[[], bool], fail: Callable[[str, float], None], *, uses_mpi: bool) -> None:
     """Arrange for ``leave`` at a normal end and ``fail`` on an uncaught exception, once per process."""
     if _State.installed:

@@ -328,10 +328,11 @@ def start_default(comm: Any = None) -> Runtime:
         runtime = Runtime.local(LocalGroup(1), 0, config, timeline_of(config, 0, 1))
     else:
         runtime = _over_mpi(config, starter, comm)
-    from hvdlite import process_end
+    from hvdlite import process_end, watch
 
     process_end.install(shutdown_at_exit, fail_at_exit, uses_mpi=starter is not None)
     _default.append(runtime.start())
+    watch.watch(runtime.background)
     global_process_set.register(runtime.process_sets[0])
     global_process_set.mpi_comm = comm if hasattr(comm, "Get_group") else None
     return runtime

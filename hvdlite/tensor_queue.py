@@ -128,6 +128,10 @@ class TensorQueue:
             entries.append(self._waiting.popleft())
         return entries
 
+    def waiting(self) -> list[TensorEntry]:
+        """What has not been drained yet. Any thread."""
+        return list(self._waiting)
+
     def __len__(self) -> int:
         return len(self._waiting)
 

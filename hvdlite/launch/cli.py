@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
 from hvdlite import config
 from hvdlite._version import __version__
 from hvdlite.errors import ConfigError, UnavailableError
-from hvdlite.launch.command import StartRequest, build_command, oversubscription_warning
-from hvdlite.launch.environment import job_environment, with_horovod_alias, without_outer_job
-from hvdlite.launch.mpi import find_mpi, find_starter
-from hvdlite.launch.supervisor import Job, private_directory, run_job
+from hvdlite.launch import options
+from hvdlite.launch.options import Settings
+from hvdlite.launch.plan import Planned, plan_job
+from hvdlite.launch.sweep import sweep_shared_memory
 
 _DESCRIPTION = "Run COMMAND as N ranks that work together, and end them all when one fails."
 _EPILOG = """\
 examples:
-  hvdrun -np 2 python train.py --epochs 3
+  hvdrun -np 2 train.py --epochs 3
   hvdrun -np 4 --fusion-threshold-mb 8 --timeline-filename trace.json python train.py
+  hvdrun -H h1:4,h2:4 --output-dir logs -m mypackage.train --epochs 3
   hvdrun -np 2 -- ./my-program -v
   hvdrun -np 2 --as-horovod python train_with_horovod.py
+  hvdrun doctor -H h1,h2,h3                     checks hosts, the network between them, versions
 
 COMMAND begins at the first word that is not an option of hvdrun; everything from there on goes to the program
-unchanged, and so do the environment and the current directory. The ranks read nothing from standard input.
+unchanged, and so do the environment (less what looks like a secret) and the current directory. A COMMAND that is a file of
+Python is run with this Python. The ranks read nothing from standard input unless --stdin says so.
+
+Each option may also stand in a TOML file (--config FILE or $HVDLITE_CONFIG; np = 4) or in a variable HVDLITE_NAME; the
+command line wins, then the variable. --explain tells what decided.
+
+signals: the first Ctrl-C (SIGINT), SIGTERM and SIGHUP go to the ranks, which are killed --grace seconds later; a second one
+kills them at once. SIGUSR1 and SIGUSR2 go to the ranks. SIGQUIT (Ctrl-\\) shows where all ranks are.
 The exit code is that of the rank that failed first (128 + n for signal n), 127 or 126 when COMMAND cannot be
-found or run, 130 after Ctrl-C, 2 when hvdrun was called wrongly or no MPI was found.
+found or run, 124 after --hang-timeout, 130 after Ctrl-C, 3 when hosts could not be reached in time, 2 when hvdrun was called
+wrongly or no MPI was found.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``hvdrun`` command and return its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
-    except UnavailableError as error:
+        if argv[:1] == ["doctor"]:
+            from hvdlite.launch.doctor import main as doctor
+
+            return doctor(argv[1:])
+        return _run(argv)
+    except (UnavailableError, ConfigError) as error:
         _say(f"hvdrun: error: {error}")
         return 2
     except KeyboardInterrupt:  # before the job started; afterwards the supervisor has the signals
@@ -48,20 +62,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hvdrun", usage="hvdrun -np N [options] [--] COMMAND [ARGUMENT ...]", description=_DESCRIPTION,
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("-np", "--num-proc", dest="num_ranks", metavar="N", type=_count, help="number of ranks")
-    parser.add_argument(
-        "--as-horovod", action="store_true", help="programs written for Horovod: import horovod finds hvdlite")
-    parser.add_argument(
-        "--mpi-args", metavar="ARGS", default=os.environ.get("HVDLITE_MPI_ARGS", ""),
-        help="more options for the MPI's own starter, in one word (default: $HVDLITE_MPI_ARGS)")
+    parser.add_argument("--config", "--config-file", dest="config_file", metavar="FILE", default=None,
+                        help="TOML file of options (default: $HVDLITE_CONFIG)")
     parser.add_argument("--verbose", action="store_true", help="print the starter's command before running it")
     parser.add_argument("-v", "--version", action="version", version=f"hvdrun {__version__} (hvdlite)")
-    ending = parser.add_argument_group("ending a job")
-    ending.add_argument(
-        "--unwind", metavar="S", type=_seconds, default=1.0,
-        help="seconds that the other ranks have to end by themselves after a failure, before SIGTERM (default 1)")
-    ending.add_argument(
-        "--grace", metavar="S", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
+    look = parser.add_argument_group("looking without starting anything")
+    look.add_argument("--dry-run", action="store_true", help="print which rank would run where, and how")
+    look.add_argument("--json", action="store_true", help="--dry-run as JSON")
+    look.add_argument("--explain", nargs="?", const="settings", metavar="env",
+                      help="print each setting with what decided it; --explain env: each variable and whether the ranks get it")
+    look.add_argument("-cb", "--check-build", action="store_true", help="print what this installation can do")
+    options.add_options(parser)
     config.add_arguments(parser)
     return parser
 
@@ -71,7 +82,10 @@ def split_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple
 
     argparse cannot do it: how REMAINDER treats ``--`` inside the command differs between Python versions.
     """
-    takes_value = {name for name, action in parser._option_string_actions.items() if action.nargs is None}
+    num_values = {
+        name: action.nargs if isinstance(action.nargs, int) else 1
+        for name, action in parser._option_string_actions.items() if action.nargs is None or isinstance(action.nargs, int)}
+    ends = {name for name, action in parser._option_string_actions.items() if action.dest == "module"}
     index = 0
     while index < len(argv):
         word = argv[index]
@@ -79,67 +93,96 @@ def split_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple
             return list(argv[:index]), list(argv[index + 1:])
         if not word.startswith("-") or word == "-":
             break
-        index += 2 if word in takes_value else 1
+        if word == "--explain":
+            index += 2 if argv[index + 1:index + 2] == ["env"] else 1
+            continue
+        index += 1 + num_values.get(word, 0)
+        if word in ends:  # as with python -m, what follows is the module's
+            rest = list(argv[index:])
+            return list(argv[:index]), rest[1:] if rest[:1] == ["--"] else rest
     return list(argv[:index]), list(argv[index:])
 
 
 def _run(argv: list[str]) -> int:
     parser = build_parser()
     own, command = split_command(parser, argv)
+    # argparse takes an optional value where there is none: --explain stands alone.
+    own = [f"{word}=settings" if word == "--explain" and own[index + 1:index + 2] != ["env"] else word
+           for index, word in enumerate(own)]
     arguments = parser.parse_args(own)
-    if arguments.num_ranks is None:
-        parser.error("the number of ranks is missing: say how many to start, for example -np 2")
-    if not command:
-        parser.error("the command is missing: say what to run, for example hvdrun -np 2 python train.py")
+    if arguments.check_build:
+        from hvdlite.launch.build import describe_build
+
+        print(describe_build())
+        return 0
     try:
-        settings = config.environment_from_arguments(arguments)
+        ignored = options.ignored_flags(arguments)
+        settings = _settings(arguments)
     except ConfigError as error:
         parser.error(str(error))
-    return _launch(arguments, command, settings)
+    if ignored:
+        _say(f"hvdrun: warning: {', '.join(ignored)}: means nothing here and is left out")
+    if arguments.explain == "settings":
+        print(options.explain(settings))
+        return 0
+    command = _command(settings, command)
+    if arguments.explain == "env":
+        from hvdlite.launch.plan import explain_environment
+
+        print(explain_environment(settings))
+        return 0
+    if not command and not arguments.dry_run:
+        parser.error("the command is missing: say what to run, for example hvdrun -np 2 python train.py")
+    planned = plan_job(settings, command)
+    if arguments.dry_run:
+        print(planned.json() if arguments.json else planned.describe())
+        return 0
+    return _launch(planned, settings, arguments.verbose)
 
 
-def _launch(arguments: argparse.Namespace, command: list[str], settings: dict[str, str]) -> int:
-    starter = find_starter(find_mpi())
-    caller = without_outer_job(os.environb)
-    if arguments.as_horovod:
-        caller = with_horovod_alias(caller)
-    job = Job(
-        num_ranks=arguments.num_ranks,
-        argv=tuple(os.fsencode(word) for word in command),
-        environment=job_environment(caller, settings, os.urandom(8).hex()),
-        directory=os.getcwdb(),
-        unwind_s=arguments.unwind,
-        grace_s=arguments.grace)
-    with private_directory() as directory:
-        request = StartRequest(
-            starter=starter, num_ranks=job.num_ranks, num_cpus=len(os.sched_getaffinity(0)),
-            is_root=os.geteuid() == 0, directory=directory, mpi_args=tuple(shlex.split(arguments.mpi_args)))
-        start = build_command(request)
-        if warning := oversubscription_warning(request):
-            _say(f"hvdrun: warning: {warning}")
-        if arguments.verbose:
-            _say(f"hvdrun: {shlex.join(start.argv)}")
-        outcome = run_job(job, start, directory)
-    if text := outcome.describe():
+def _settings(arguments: argparse.Namespace) -> Settings:
+    environ = dict(os.environ)
+    file = arguments.config_file or environ.get(options.CONFIG_VARIABLE, "")
+    return options.resolve(arguments, environ, file, options.read_file(file) if file else {})
+
+
+def _command(settings: Settings, command: list[str]) -> list[str]:
+    """What is run: a module, and a file of Python that is no program by itself, with this Python."""
+    if settings.module:
+        return [sys.executable, "-m", settings.module, *command]
+    if command and command[0].endswith((".py", ".pyw")) and os.path.isfile(command[0]):
+        is_program = os.access(command[0], os.X_OK) and os.path.dirname(command[0])
+        return command if is_program else [sys.executable, *command]
+    return command
+
+
+def _launch(planned: Planned, settings: Settings, verbose: bool) -> int:
+    for warning in planned.warnings:
+        _say(f"hvdrun: warning: {warning}")
+    sweep_shared_memory()
+    reasons: list[str] = []
+    while True:
+        outcome = planned.run(len(reasons), verbose)
+        if not outcome.exit_code or outcome.interrupted_by or outcome.error or len(reasons) >= settings.restarts:
+            break
+        reasons.append(outcome.describe().removeprefix("hvdrun: "))
+        if text := outcome.box(_is_unicode()):
+            _say(text)
+        _say(f"hvdrun: starting again ({len(reasons)} of {settings.restarts}): {reasons[-1]}")
+    if text := outcome.box(_is_unicode()):
+        for number, reason in enumerate(reasons, 1):
+            _say(f"hvdrun: attempt {number}: {reason}")
         _say(text)
+    sweep_shared_memory()
     return outcome.exit_code
 
 
+def _is_unicode() -> bool:
+    return "utf" in (getattr(sys.stderr, "encoding", "") or "").lower()
+
+
 def _say(text: str) -> None:
-    print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr, flush=True)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
-    return value
+        print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr, flush=True)
+    except (BrokenPipeError, UnicodeEncodeError):
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody reads it any more: the exit code still counts

@@ -6,7 +6,13 @@ Pure functions over ``dict[bytes, bytes]``: names and values need not be text.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+#: Tell a guard on another host where hvdrun listens, and the job's token; no rank gets them.
+ADDRESSES = "HVDRUN_ADDRESSES"
+TOKEN = "HVDRUN_TOKEN"
 
 #: What a starter tells its children. Whatever the guard was given under these names wins over the caller's.
 _STARTER_PREFIXES = (
@@ -24,8 +30,79 @@ _OUTER_NAMES = frozenset((
     b"PRTE_LAUNCHED", b"PRTE_SHARED_FS"))
 _SETTINGS_PREFIXES = (b"PMIX_MCA_", b"PMIX_PREFIX")
 
-#: Holds the sitecustomize that offers hvdlite as ``horovod`` to every Python started.
+#: Names of what should be told to nobody who need not know: a program's environment ends up in its logs and crash reports.
+_SECRET = re.compile(
+    rb"(^|_)(SECRETS?|PASSWORD|PASSWD|PASSPHRASE|TOKENS?|APIKEY|API_KEY|ACCESS_KEY|PRIVATE_KEY|AUTH_KEY|SIGNING_KEY|"
+    rb"CREDENTIALS?)(_|$)", re.IGNORECASE)
+#: Names that tell where a secret is kept, and hold none.
+_LOCATION = re.compile(rb"(_FILE|_PATH|_DIR|_URL|_NAME)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_WITHHELD_PREFIXES = (b"SSH_",)
+#: What describes the caller's host or terminal, and would be wrong on another.
+_OF_THIS_HOST = frozenset((
+    b"HOSTNAME", b"HOST", b"DISPLAY", b"XAUTHORITY", b"WAYLAND_DISPLAY", b"DBUS_SESSION_BUS_ADDRESS", b"XDG_RUNTIME_DIR",
+    b"XDG_SESSION_ID", b"PWD", b"OLDPWD", b"SHLVL", b"_", b"TTY", b"WINDOWID", b"HOME", b"USER", b"LOGNAME", b"SHELL"))
+
+#: Holds the sitecustomize that answers the guard, and the one that offers hvdlite as ``horovod`` to every Python started.
 _STARTUP = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "as_horovod", "startup")
+_OWN_STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What of the caller's environment the ranks get. ``named``: what ``-x NAME[=VALUE]`` says; None is the caller's value.
+    ``everything``: withhold no secrets (``--env-all``)."""
+
+    named: Mapping[bytes, bytes | None] = field(default_factory=dict)
+    everything: bool = False
+
+    @classmethod
+    def of(cls, words: Iterable[str], everything: bool) -> Passing:
+        """Read the words of ``-x``; several names may stand in one, with commas, if none has a value.
+
+        Raises: ValueError for one without a name.
+        """
+        named: dict[bytes, bytes | None] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            for one in [name] if equals else name.split(","):
+                if not one:
+                    raise ValueError(f"-x {word!r} has no name: write -x NAME or -x NAME=VALUE")
+                named[os.fsencode(one)] = os.fsencode(value) if equals else None
+        return cls(named, everything)
+
+    def apply(self, caller: Mapping[bytes, bytes]) -> tuple[dict[bytes, bytes], list[str]]:
+        """The environment that is passed, and the names of the secrets that are not."""
+        passed, withheld = {}, []
+        for name, value in caller.items():
+            if not self.everything and name not in self.named:
+                if is_secret(name):
+                    withheld.append(os.fsdecode(name))
+                    continue
+                if name.startswith(_WITHHELD_PREFIXES):
+                    continue
+            passed[name] = value
+        passed.update((name, value) for name, value in self.named.items() if value is not None)
+        return passed, sorted(withheld)
+
+    def missing(self, caller: Mapping[bytes, bytes]) -> list[str]:
+        """Names that were asked for and that the caller does not have."""
+        return sorted(os.fsdecode(name) for name, value in self.named.items() if value is None and name not in caller)
+
+
+def is_secret(name: bytes) -> bool:
+    """Whether a variable of this name is one that is passed only when named."""
+    return _SECRET.search(name) is not None and _LOCATION.search(name) is None
+
+
+def for_another_host(environment: Mapping[bytes, bytes], named: Iterable[bytes] = ()) -> dict[bytes, bytes]:
+    """Less what describes this host, unless it was named."""
+    return {name: value for name, value in environment.items() if name not in _OF_THIS_HOST or name in set(named)}
+
+
+def with_startup(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """With the directory whose sitecustomize the first Python of each rank runs, and which it takes out again."""
+    path = [os.fsencode(_OWN_STARTUP), *filter(None, [environment.get(b"PYTHONPATH")])]
+    return {**environment, b"PYTHONPATH": os.pathsep.encode().join(path)}
 
 
 def without_outer_job(caller: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -38,10 +115,11 @@ def job_environment(caller: Mapping[bytes, bytes], settings: Mapping[str, str], 
     environment = dict(caller)
     # Lines of a program that dies are lost in its buffer otherwise; a caller who set it, even to nothing, chose.
     environment.setdefault(b"PYTHONUNBUFFERED", b"1")
+    environment.setdefault(b"PYTHONFAULTHANDLER", b"1")  # a crash in native code shows the line of Python that led there
     environment.update((name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in settings.items())
     environment[b"HVDLITE_LAUNCHER"] = b"hvdrun"
     environment[b"HVDLITE_JOB"] = job_id.encode()
-    return environment
+    return with_startup(environment)
 
 
 def with_horovod_alias(caller: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -52,7 +130,8 @@ def with_horovod_alias(caller: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
 
 def rank_environment(job: Mapping[bytes, bytes], guard: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """What the rank gets: ``job`` as sent, except that the starter's own variables are those the guard was given."""
-    environment = dict(job)
+    environment = {name: guard[name] for name in _OF_THIS_HOST if name in guard}
+    environment.update(job)
     environment.update((name, value) for name, value in guard.items() if name.startswith(_STARTER_PREFIXES))
     return environment
 

@@ -126,7 +126,21 @@ def find_starter(mpi: Mpi) -> Starter:
             return starter
     tried = "; ".join(rejected) if rejected else "no mpiexec beside it nor on PATH"
     raise UnavailableError(
-        f"starter of {mpi}: none found: {tried}: put its mpiexec on PATH, or install an MPI with its starter: {_INSTALL}")
+        f"starter of {mpi}: none found: {tried}: put its mpiexec on PATH, name it with --starter PATH, or install an MPI with "
+        f"its starter: {_INSTALL}")
+
+
+def use_starter(path: str, mpi: Mpi) -> Starter:
+    """Take the starter that the user names. Raises: UnavailableError where it is not one, or another MPI's."""
+    starter = identify_starter(path)
+    if starter is None:
+        raise UnavailableError(
+            f"--starter {path}: {path} --version does not say that it is Hydra, PRRTE or ORTE: name the MPI's mpiexec")
+    if starter.kind != mpi.starter_kind:
+        raise UnavailableError(
+            f"--starter {path} is {starter.kind.value}, but mpi4py is bound to {mpi}: every rank would find itself alone: leave "
+            "--starter out, or install the mpi4py of that MPI")
+    return starter
 
 
 def identify_starter(path: str) -> Starter | None:

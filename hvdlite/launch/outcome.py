@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
 from hvdlite.errors import format_ranks
 from hvdlite.launch.process import signal_name
+
+#: As ``timeout`` has it.
+EXIT_HUNG = 124
+
+#: What people should think of when a signal ended a rank that nobody of hvdrun sent.
+_MEANINGS = {
+    signal.SIGSEGV: "native code touched memory that is not its own; the lines above the end, if any, are where Python was",
+    signal.SIGABRT: "native code gave up: an assertion or a failed check of the C library; see what it wrote",
+    signal.SIGBUS: "memory could not be had: often /dev/shm is full, or a mapped file was cut",
+    signal.SIGFPE: "an integer division by zero in native code",
+    signal.SIGILL: "an instruction this processor does not have: the program was built for another",
+    signal.SIGKILL: "sent by the kernel for want of memory, by a scheduler, or by a person",
+    signal.SIGTERM: "sent by a scheduler (time limit, preemption) or a person; not by hvdrun",
+    signal.SIGXCPU: "the limit of CPU time (ulimit -t)",
+    signal.SIGXFSZ: "the limit of a file's size (ulimit -f)",
+    signal.SIGPIPE: "it wrote to a pipe that nobody reads",
+    signal.SIGHUP: "its terminal was closed",
+}
 
 
 @dataclass(frozen=True)
@@ -14,7 +33,8 @@ class RankEnd:
 
     ``returncode``: as ``subprocess`` has it, negative for a signal; None when its guard was lost before it could
     say. ``sent``: the ending signals that reached it through its guard before its end. ``is_victim``: it said
-    itself that a peer's end was the reason of its own.
+    itself that a peer's end was the reason of its own. ``error``: its exception in one line; ``traceback``: all of it.
+    ``oom_killed``: the kernel killed something of its control group for want of memory.
     """
 
     rank: int
@@ -23,6 +43,11 @@ class RankEnd:
     ended_ns: int
     sent: tuple[int, ...] = ()
     is_victim: bool = False
+    host: str = ""
+    error: str = ""
+    traceback: tuple[str, ...] = ()
+    max_rss_bytes: int = 0
+    oom_killed: bool = False
 
     @property
     def failed(self) -> bool:
@@ -47,7 +72,8 @@ class Outcome:
     """What became of a job. *Units*: ``started_ns`` and ``ended_ns`` are CLOCK_MONOTONIC.
 
     ``error``: why it could not start or go on, with the exit code it means. ``interrupted_by``: the signal that
-    a person sent to hvdrun before anything failed. ``starter_returncode``: None while the starter lives.
+    a person sent to hvdrun before anything failed. ``hung``: why it was ended as hanging, with ``report``, the stacks of all
+    ranks. ``starter_returncode``: None while the starter lives.
     """
 
     started_ns: int
@@ -55,6 +81,8 @@ class Outcome:
     error: str = ""
     error_code: int = 0
     interrupted_by: int = 0
+    hung: str = ""
+    report: str = ""
     starter_returncode: int | None = None
 
     @property
@@ -71,6 +99,8 @@ class Outcome:
         """The code hvdrun exits with; 0 only when every rank ended with 0."""
         if self.error:
             return self.error_code
+        if self.hung:
+            return EXIT_HUNG
         if self.interrupted_by:
             return 128 + self.interrupted_by
         if self.cause is not None:
@@ -87,30 +117,54 @@ class Outcome:
         """The closing paragraph: empty when all went well, else which rank ended first, and how."""
         if self.error:
             return f"hvdrun: error: {self.error}"
+        if self.hung:
+            return f"hvdrun: {self.hung}"
         if self.interrupted_by:
             return f"hvdrun: ended by {signal_name(self.interrupted_by)}"
         if self.exit_code == 0:
             return ""
         if self.cause is None:
             return self._describe_starter()
-        after_s = (self.cause.ended_ns - self.started_ns) / 1e9
-        text = (
-            f"hvdrun: rank {self.cause.rank} (pid {self.cause.pid}) failed first, {after_s:.2f} s after the start: "
-            f"{describe_end(self.cause)}.")
-        return " ".join((text, *self._describe_others(self.cause)))
+        text = f"hvdrun: {self._first(self.cause)}."
+        return " ".join((text, *(f"{one}." for one in self._others(self.cause))))
 
-    def _describe_others(self, cause: RankEnd) -> list[str]:
-        others = [end for end in self.ends.values() if end is not cause]
+    def box(self, is_unicode: bool = True) -> str:
+        """The closing box, for the last lines of a terminal: the cause first, its traceback last."""
+        cause = self.cause
+        if self.error or self.hung or self.interrupted_by or self.exit_code == 0 or cause is None:
+            return "\n".join(filter(None, (self.report, self.describe())))
+        top, side, bottom = ("\u250c\u2500", "\u2502", "\u2514\u2500") if is_unicode else ("+-", "|", "+-")
+        lines = [self._first(cause), *meaning(cause), *self._others(cause), f"exit code of hvdrun: {self.exit_code}"]
+        text = [f"{top} hvdrun: the job failed", *(f"{side} {line}" for line in lines)]
+        last = f" traceback of rank {cause.rank}:" if cause.traceback else ""
+        return "\n".join((*text, f"{bottom}{last}", *cause.traceback))
+
+    def _first(self, cause: RankEnd) -> str:
+        after_s = (cause.ended_ns - self.started_ns) / 1e9
+        where = f", on {cause.host}" if cause.host else ""
+        return (
+            f"rank {cause.rank} (pid {cause.pid}) failed first, {after_s:.2f} s after the start{where}: {describe_end(cause)}")
+
+    @property
+    def told_otherwise(self) -> frozenset[int]:
+        """Ranks whose traceback need not be shown in the stream: the cause's comes in the box, those of its victims say less."""
+        victims = {end.rank for end in self.ends.values() if end.is_victim or end.sent}
+        return frozenset(victims if self.cause is None else victims | {self.cause.rank}) if self.exit_code else frozenset()
+
+    def _others(self, cause: RankEnd) -> list[str]:
+        others = sorted((end for end in self.ends.values() if end is not cause), key=lambda end: end.ended_ns)
         ended = [end.rank for end in others if end.sent or end.returncode is None]
+        fell = [end for end in others if end.is_victim and not end.sent]
         texts = []
-        fell = [end.rank for end in others if end.is_victim and not end.sent]
         if fell:
-            texts.append(f"{_ranks(fell)} ended because of it.")
+            told = sorted({end.error for end in fell if end.error})
+            because = f": {told[0]}" if len(told) == 1 else ""
+            texts.append(f"{_ranks([end.rank for end in fell])} ended because of it{because}")
         if ended:
-            texts.append(f"{_ranks(ended)} {'was' if len(ended) == 1 else 'were'} then ended by hvdrun.")
+            texts.append(f"{_ranks(ended)} {'was' if len(ended) == 1 else 'were'} then ended by hvdrun")
         texts += [
-            f"Rank {end.rank} also failed by itself: {describe_end(end)}."
-            for end in sorted(others, key=lambda end: end.ended_ns) if end.failed_by_itself]
+            f"Rank {end.rank} also failed by itself: {describe_end(end)}{f': {end.error}' if end.error else ''}"
+            for end in others if end.failed_by_itself]
         return texts
 
     def _describe_starter(self) -> str:
@@ -121,6 +175,28 @@ class Outcome:
                 f"hvdrun: the MPI's starter ended the job ({how}): a rank called MPI_Abort, or what the "
                 "starter wrote above tells why.")
         return f"hvdrun: {format_ranks(lost)}: the guard was killed, and the job was ended"
+
+
+def meaning(end: RankEnd) -> list[str]:
+    """What a rank's end may mean, a line each."""
+    if end.returncode is None:
+        return []
+    lines = []
+    if end.error:
+        lines.append(f"its exception: {end.error}")
+    number = -end.returncode if end.returncode < 0 else end.returncode - 128 if end.returncode > 128 else 0
+    if number in _MEANINGS:
+        lines.append(f"{signal_name(number)}: {_MEANINGS[signal.Signals(number)]}")
+    if end.oom_killed:
+        lines.append(f"out of memory: the kernel killed a process of this control group meanwhile; the rank held up to "
+                     f"{_gigabytes(end.max_rss_bytes)}: use smaller batches or ask for more memory")
+    elif number == signal.SIGKILL:
+        lines.append(f"the rank held up to {_gigabytes(end.max_rss_bytes)}; whether memory ran out: dmesg | grep -i oom")
+    return lines
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def shell_code(returncode: int | None) -> int:

@@ -28,9 +28,10 @@ from hvdlite.launch import run_supervisor, task
 from hvdlite.launch.command import StartRequest, build_command, oversubscription_warning
 from hvdlite.launch.environment import job_environment, without_outer_job
 from hvdlite.launch.failure import Failure
+from hvdlite.launch.job import Job, OutputOptions
 from hvdlite.launch.mpi import find_mpi, find_starter
 from hvdlite.launch.outcome import Outcome, describe_code
-from hvdlite.launch.supervisor import Job, private_directory
+from hvdlite.launch.supervisor import private_directory
 
 
 def run(
@@ -66,8 +67,10 @@ def run(
             logging.getLogger("hvdlite").warning("run: %s", warning)
         job = Job(
             num_ranks=int(np), argv=tuple(map(os.fsencode, (sys.executable, os.path.abspath(task.__file__), call_directory))),
-            environment=_environment(env or {}), directory=os.getcwdb(), unwind_s=unwind_s, grace_s=grace_s)
-        order = pickle.dumps((job, build_command(request), socket_directory, call_directory))
+            environment=_environment(env or {}), directory=os.getcwdb(), unwind_s=unwind_s, grace_s=grace_s, binds=True,
+            sets_threads="OMP_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in (env or {}),
+            output=OutputOptions(holds_tracebacks=False))
+        order = pickle.dumps((job, build_command(request, job.environment), socket_directory, call_directory))
         return _results(_outcome(process, order, answer), call_directory, int(np))
 
 
