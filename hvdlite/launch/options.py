@@ -11,7 +11,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlite import config
@@ -147,10 +147,10 @@ OPTIONS: tuple[Option, ...] = (
 IGNORED = {
     **dict.fromkeys((
         "--disable-cache", "--mpi", "--gloo", "--jsrun", "--hierarchical-allreduce", "--no-hierarchical-allreduce",
-        "--hierarchical-allgather", "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce", "--autotune",
-        "--no-autotune", "--mpi-threads-disable", "--no-mpi-threads-disable"), 0),
+        "--hierarchical-allgather", "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce",
+        "--mpi-threads-disable", "--no-mpi-threads-disable"), 0),
     **dict.fromkeys((
-        "--autotune-log-file", "--autotune-warmup-samples", "--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples",
+        "--autotune-warmup-samples", "--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples",
         "--autotune-gaussian-process-noise", "--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"), 1),
 }
 #: Those that are right without any effect.
@@ -162,7 +162,7 @@ _REFUSED = {
     "--blacklist-cooldown-range": 2}
 #: horovodrun's opposites of flags: variable and value.
 _OPPOSITES = {
-    "--no-timeline-mark-cycles": "timeline_mark_cycles", "--stall-check": "stall_check_disable",
+    "--no-autotune": "autotune", "--no-timeline-mark-cycles": "timeline_mark_cycles", "--stall-check": "stall_check_disable",
     "--log-with-timestamp": "log_hide_time", "--no-log-hide-timestamp": "log_hide_time"}
 
 
@@ -286,12 +286,12 @@ def _runtime(arguments: argparse.Namespace, environ: Mapping[str, str], file: st
              ) -> tuple[dict[str, Value], dict[str, str]]:
     """The runtime's settings: each one's value and origin, and the variables that carry what is not in the environment."""
     given = config.environment_from_arguments(arguments)
-    given.update({config.variable_names(one)[0]: "0" for one in fields(config.Config) if hasattr(arguments, f"off:{one.name}")})
+    given.update({config.variable_names(one)[0]: "0" for one in config.settings() if hasattr(arguments, f"off:{one.name}")})
     texts = argparse.Namespace(**{
         name: value if value is True else str(value) for name, value in _runtime_names(table).items() if value is not False})
     in_file = config.environment_from_arguments(texts)
     told, variables = {}, {}
-    for one in fields(config.Config):
+    for one in config.settings():
         names = config.variable_names(one)
         present = next((name for name in names if name in environ), None)
         if names[0] in given:
@@ -310,7 +310,7 @@ def _runtime(arguments: argparse.Namespace, environ: Mapping[str, str], file: st
 def _runtime_names(table: Mapping[str, Any]) -> dict[str, Any]:
     """Names of a file that are the runtime's settings, by the setting's name or its flag's."""
     names = {}
-    for one in fields(config.Config):
+    for one in config.settings():
         flag = one.metadata["flag"]
         if flag and _flag_name(flag) in table:
             names[one.name] = table[_flag_name(flag)]
@@ -323,7 +323,7 @@ def _flag_name(flag: str) -> str:
 
 def _check_names(table: Mapping[str, Any], file: str) -> None:
     known = {one.name for one in OPTIONS} | {
-        _flag_name(one.metadata["flag"]) for one in fields(config.Config) if one.metadata["flag"]}
+        _flag_name(one.metadata["flag"]) for one in config.settings() if one.metadata["flag"]}
     for name in table:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
