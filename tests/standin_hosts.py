@@ -97,8 +97,9 @@ class Hosts:
     def _await_servers(self) -> None:
         deadline_s = time.monotonic() + 20
         for host in range(1, self.count + 1):
-            while subprocess.run(["ip", "netns", "exec", self.namespace(host), "ssh", *self.ssh_args.split(), "-o", "BatchMode=yes",
-                                  f"h{host}", "true"], capture_output=True, stdin=subprocess.DEVNULL).returncode:
+            probe = ["ip", "netns", "exec", self.namespace(host), "ssh", *self.ssh_args.split(), "-o", "BatchMode=yes",
+                     f"h{host}", "true"]
+            while subprocess.run(probe, capture_output=True, stdin=subprocess.DEVNULL).returncode:
                 if time.monotonic() > deadline_s:
                     raise RuntimeError(f"the ssh server of h{host} does not answer")
                 time.sleep(0.1)
@@ -135,7 +136,8 @@ class Hosts:
 
     def block(self, sender: int, receiver: int, blocked: bool = True) -> None:
         """Let no packet of one host reach another, as a firewall would."""
-        _sh("ip", "-n", self.namespace(sender), "route", "add" if blocked else "delete", "unreachable", f"{self.address(receiver)}/32")
+        change, target = "add" if blocked else "delete", f"{self.address(receiver)}/32"
+        _sh("ip", "-n", self.namespace(sender), "route", change, "unreachable", target)
 
     def cut(self, host: int, is_cut: bool = True) -> None:
         """Take a host from the network."""
@@ -150,7 +152,8 @@ class Hosts:
     def popen(self, *words: str, **kwargs: object) -> subprocess.Popen[str]:
         """Start a command on ``h1``."""
         argv = ["ip", "netns", "exec", self.namespace(1), "unshare", "-u", "sh", "-c", 'hostname h1; exec "$@"', "sh", *words]
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
     def run(self, *words: str, timeout_s: float = 60, **kwargs: object) -> subprocess.CompletedProcess[str]:
         """Run a command on ``h1`` to its end."""
