@@ -530,3 +530,10 @@ def test_json_of_the_dry_run_masks_secrets(monkeypatch, capsys):
     assert [(row["host"], row["local_rank"], row["local_size"]) for row in facts["placement"]] == [
         ("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2), ("n3", 0, 1)]
     assert facts["num_ranks"] == 5 and facts["origin"].startswith("Slurm: SLURM_JOB_NODELIST")
+
+
+def test_a_value_that_looks_like_an_option_is_a_value():
+    parser = cli.build_parser()
+    words = ["--ssh-args", "-i key -p 22", "--mpi-args", "-x", "-np", "2", "--fold"]
+    arguments = parser.parse_args(options.joined(parser, words))
+    assert (arguments.ssh_args, arguments.mpi_args, arguments.np, arguments.fold) == ("-i key -p 22", "-x", 2, True)

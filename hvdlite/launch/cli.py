@@ -109,7 +109,7 @@ def _run(argv: list[str]) -> int:
     # argparse takes an optional value where there is none: --explain stands alone.
     own = [f"{word}=settings" if word == "--explain" and own[index + 1:index + 2] != ["env"] else word
            for index, word in enumerate(own)]
-    arguments = parser.parse_args(own)
+    arguments = parser.parse_args(options.joined(parser, own))
     if arguments.check_build:
         from hvdlite.launch.build import describe_build
 

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=options.seconds, default=30.0, metavar="S", help="for each host to answer (default 30)")
     parser.add_argument("--seconds", type=options.seconds, default=0.5, metavar="S", help="of each transfer (default 0.5)")
     parser.add_argument("--json", action="store_true", help="what was found as JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(options.joined(parser, argv))
     if arguments.hostfile:
         try:
             with open(arguments.hostfile, encoding="utf-8") as file:

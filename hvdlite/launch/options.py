@@ -213,6 +213,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=f"off:{name}", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
+def joined(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Join each long option and its value by ``=``: argparse refuses a separate value that looks like an option, as those
+    of --ssh-args do."""
+    taking = {name for name, action in parser._option_string_actions.items()
+              if name.startswith("--") and action.nargs is None and not isinstance(action, argparse._HelpAction)}
+    result, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        result.append(f"{word}={left.pop(0)}" if word in taking and left else word)
+    return result
+
+
 def _help(one: Option) -> str:
     default = "" if one.default in (None, False, "", (), -1) else f" (default {one.default:g})" if isinstance(
         one.default, float) else f" (default {one.default})"
