@@ -166,6 +166,20 @@ class Hosts:
                 raise AssertionError(f"not ended after {timeout_s} s:\n{out}\n{err}") from None
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
+    def left_over(self) -> list[str]:
+        """The command lines of what still runs on the hosts, other than their ssh servers."""
+        found = []
+        for host in range(1, self.count + 1):
+            pids = subprocess.run(["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True).stdout.split()
+            for pid in pids:
+                try:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                except OSError:
+                    continue
+                if command and "sshd" not in command:
+                    found.append(f"h{host}: {command}")
+        return found
+
     def hvdrun(self, *words: object, timeout_s: float = 60, **kwargs: object) -> subprocess.CompletedProcess[str]:
         """Run hvdrun on ``h1``."""
         return self.run(*self.hvdrun_argv(*words), timeout_s=timeout_s, **kwargs)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hvdlite.launch import guard
-from hvdlite.launch.environment import ADDRESSES, TOKEN
+from hvdlite.launch.environment import CONTACT
 from hvdlite.launch.hosts import Host
 from hvdlite.launch.mpi import Starter, StarterKind
 
@@ -95,14 +95,14 @@ def _starter_options(request: StartRequest) -> list[str]:
         launcher = [] if request.allocation else ["-launcher", "ssh", "-launcher-exec", shell]
         local = ["-localhost", request.local_address] if request.local_address else []
         # MPICH finds its own addresses: the names of the hosts may be ours.
-        return ["-f", hostfile, *launcher, *local, "-disable-hostname-propagation", "-genvlist", f"{ADDRESSES},{TOKEN}", *count]
+        return ["-f", hostfile, *launcher, *local, "-disable-hostname-propagation", "-genvlist", CONTACT, *count]
     root = ["--allow-run-as-root"] if request.is_root else []
     remote: list[str] = []
     if request.is_remote:
         agent = [] if request.allocation else (
             ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", shell]
             if request.starter.kind is StarterKind.PRRTE else ["--mca", "plm_rsh_agent", shell])
-        remote = ["--hostfile", hostfile, *agent, "-x", ADDRESSES, "-x", TOKEN]
+        remote = ["--hostfile", hostfile, *agent, "-x", CONTACT]
     # Always allowed to oversubscribe, because both count cores and not the processors this process may use:
     # as many ranks as hardware threads would be refused. hvdrun itself warns where ranks share a processor.
     if request.starter.kind is StarterKind.PRRTE:

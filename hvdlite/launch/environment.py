@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-#: Tell a guard on another host where hvdrun listens, and the job's token; no rank gets them.
-ADDRESSES = "HVDRUN_ADDRESSES"
-TOKEN = "HVDRUN_TOKEN"
+#: Tells a guard on another host the job's token, and where hvdrun listens: ``TOKEN@ADDRESS:PORT,...``; no rank gets it.
+CONTACT = "HVDRUN_CONTACT"
 
 #: What a starter tells its children. Whatever the guard was given under these names wins over the caller's.
 _STARTER_PREFIXES = (

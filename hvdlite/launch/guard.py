@@ -30,7 +30,7 @@ if not __package__:  # run by path: the standard library stays first, so nothing
 from hvdlite import notes
 from hvdlite.launch.binding import find_gpus, gpu_of
 from hvdlite.launch.channel import Channel, connect, connect_tcp, is_proof, pack, proof, remove, unpack
-from hvdlite.launch.environment import ADDRESSES, TOKEN, rank_environment
+from hvdlite.launch.environment import CONTACT, rank_environment
 from hvdlite.launch.oom import num_oom_kills
 from hvdlite.launch.process import die_with_parent, signal_group
 from hvdlite.launch.rank_notes import RankNotes
@@ -374,12 +374,17 @@ def main() -> int:
     directory = sys.argv[1]
     try:
         if directory == "-":
-            channel, token = connect_tcp(os.environ.pop(ADDRESSES).split(",")), os.environ.pop(TOKEN)
+            token, _, addresses = os.environ.pop(CONTACT).partition("@")
+            channel = connect_tcp(addresses.split(","))
         else:
             channel, token = connect(directory)
     except FileNotFoundError:
         return 1  # hvdrun ended meanwhile
-    except (OSError, KeyError) as reason:
+    except KeyError:
+        print(f"hvdrun: guard on {socket.gethostname()}: the starter did not hand {CONTACT} over: start it by hvdrun",
+              file=sys.stderr)
+        return 1
+    except OSError as reason:
         print(f"hvdrun: guard on {socket.gethostname()} cannot reach hvdrun: {reason}: is a firewall between them?",
               file=sys.stderr)
         return 1

@@ -27,8 +27,7 @@ from hvdlite.launch.command import (
     starter_hosts,
 )
 from hvdlite.launch.environment import (
-    ADDRESSES,
-    TOKEN,
+    CONTACT,
     Passing,
     for_another_host,
     is_secret,
@@ -79,7 +78,7 @@ class Planned:
                 address, bound = self._own_address()
                 listener = listen_tcp(bound, backlog=min(job.num_ranks + 8, 4096))
                 shown = f"[{address}]" if ":" in address else address
-                own = {ADDRESSES: f"{shown}:{listener.getsockname()[1]}", TOKEN: token}
+                own = {CONTACT: f"{token}@{shown}:{listener.getsockname()[1]}"}
                 request = replace(request, local_address=address)
             command = build_command(request, self._starter_environment(environment), own)
             self._write_files(directory, request, command)

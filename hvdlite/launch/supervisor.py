@@ -576,7 +576,7 @@ def _start(command: StartCommand, job: Job) -> subprocess.Popen[bytes]:
     hvdrun_pid = os.getpid()
     return subprocess.Popen(
         command.argv,
-        env={**environment, **command.caller, **own},
+        env={**own, **environment, **command.caller, **own},  # its own first: Hydra 5.0 does not hand the last one on
         stdin=subprocess.DEVNULL,  # a starter reads it for rank 0, and so eats the input of a surrounding shell loop
         start_new_session=True,  # a terminal's Ctrl-C reaches hvdrun only, which passes it on in order
         preexec_fn=lambda: die_with_parent(signal.SIGTERM, hvdrun_pid))
