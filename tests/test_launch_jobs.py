@@ -44,6 +44,12 @@ def _wait_until(condition, timeout_s=15):
         time.sleep(0.02)
 
 
+def _heed_signals():
+    """In the child: whoever started the tests, as nohup or a shell's background, may have had them ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class _Job:
     """hvdrun in the background; its ranks write ``here`` once they are ready."""
 
@@ -53,7 +59,7 @@ class _Job:
         self.process = subprocess.Popen(
             [*HVDRUN, "-np", str(ranks), *options, PYTHON, "-c", f"import os, signal, sys, time; {RANK}\n{code}"],
             env=_environment(MARK=self.mark), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-            cwd=ROOT, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **kwargs)
+            cwd=ROOT, start_new_session=True, preexec_fn=_heed_signals, **kwargs)
         for _ in range(ranks):
             assert "here" in self.process.stdout.readline(), self.said()
 
