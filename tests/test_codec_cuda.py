@@ -17,3 +17,18 @@ def test_everything_for_gpus_in_the_simulator():
         timeout=300, stdin=subprocess.DEVNULL, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_a_kernel_that_spills_is_a_fault():
+    """The table's own judgement, on made rows."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import kernel_table
+    finally:
+        sys.path.pop(0)
+    good = dict(kernel="encode 1 rotated float32", spills=0, stack=0, local=0, occupancy=0.5, loads16=8, stores16=8)
+    assert kernel_table.faults(good) == []
+    for change in (dict(spills=4), dict(stack=8), dict(local=1), dict(occupancy=0.49), dict(loads16=0)):
+        assert len(kernel_table.faults(good | change)) == 1, change
+    assert kernel_table.occupancy(64, 256, 16384, (9, 0)) == 0.5 and kernel_table.occupancy(65, 256, 0, (9, 0)) < 0.5
+    assert kernel_table.occupancy(128, 256, 0, (7, 5)) == 0.5 and kernel_table.occupancy(32, 256, 65536, (7, 5)) == 0.25

@@ -2,8 +2,8 @@
 
 *Layout*: lane ``8 q + m`` holds elements ``128 k + 4 lane + j`` of its group in ``v[4 k + j]`` (k and j from 0 to 3): four times
 four neighbours, so that every access of float32 has 16 bytes. Such an element lies in row ``4 k + q`` and lane ``4 m + j`` of the
-wire format; so butterflies between rows 1 and 2 apart are between lanes 8 and 16 apart, the others within registers. For sums,
-rows of one wire lane come together by transposing four by four between j and q; lane ``8 q + m`` then has wire lane ``4 m + q``.
+wire format; so butterflies between rows 1 and 2 apart are between lanes 8 and 16 apart, the others within registers. Sums read
+the group from shared memory, 2 KiB for each warp, by wire lane and row: so no lane holds more than two times 16 values.
 
 *Tables*: rows of ``spec``'s columns, then END, the groups of all pieces up to this one, and VERDICT, the address of an int32 that
 becomes 0 where a final scale is not finite (0: none). A warp takes every n-th group, so one launch serves any number of tensors.
@@ -40,10 +40,11 @@ from hvdlite.compression.spec import (
 
 END, VERDICT = NUM_COLUMNS, NUM_COLUMNS + 1
 TABLE_COLUMNS = NUM_COLUMNS + 2
-#: Threads of a block, and the most registers of a thread: half of a multiprocessor's threads have room with 64.
-WARPS_PER_BLOCK = 8
+#: Threads of a block.
+WARPS_PER_BLOCK = warp.WARPS_PER_BLOCK
 THREADS = WARPS_PER_BLOCK * warp.THREADS_PER_WARP
-MAX_REGISTERS = 64
+#: Words that a warp stores in one access, 32 bytes. Chosen: a predicate for each of 32 lanes would take registers.
+_WORDS_AT_ONCE = 8
 #: Bytes that a warp copies in one step of ``pack``: four accesses of 16 bytes for each lane.
 PACK_BYTES = 2048
 
@@ -81,11 +82,11 @@ def _load(prefix: str, address: str, dtype: str) -> list[str]:
     item = ITEM_BYTES[dtype]
     aligned = f"count == {GROUP} and ({address} & {min(15, 4 * item - 1)}) == 0"
     return [
-        f"at = {address} + {item} * (start + 4 * lane)",
+        f"at = {address} + {item} * ({GROUP} * fresh(index) + 4 * lane)",
         *_branch(
             aligned,
             _fours(f"{{{prefix}}} = load4_{dtype}(at + {{at}})", item),
-            _fours(f"{{{prefix}}} = load4_some_{dtype}(at + {{at}}, left - {{off}})", item),
+            [_LEFT, *_fours(f"{{{prefix}}} = load4_some_{dtype}(at + {{at}}, left - {{off}})", item)],
         ),
     ]
 
@@ -94,18 +95,19 @@ def _store(prefix: str, address: str, dtype: str) -> list[str]:
     item = ITEM_BYTES[dtype]
     aligned = f"count == {GROUP} and ({address} & {min(15, 4 * item - 1)}) == 0"
     return [
-        f"at = {address} + {item} * (start + 4 * lane)",
+        f"at = {address} + {item} * ({GROUP} * fresh(index) + 4 * lane)",
         *_branch(
             aligned,
             _fours(f"store4_{dtype}(at + {{at}}, {{{prefix}}})", item),
-            _fours(f"store4_some_{dtype}(at + {{at}}, left - {{off}}, {{{prefix}}})", item),
+            [_LEFT, *_fours(f"store4_some_{dtype}(at + {{at}}, left - {{off}}, {{{prefix}}})", item)],
         ),
     ]
 
 
 def _butterflies(name: str) -> list[str]:
-    made = [line.format(d=name) for mask, sign in ((8, "h8"), (16, "h16"))
-            for line in _each(f"{{{{d}}}}{{i}} = from_lane_xor({{{{d}}}}{{i}}, {mask}) + {{{{d}}}}{{i}} * {sign}")]
+    made = ["here = fresh(lane)", "h8, h16 = select((here & 8) != 0, MINUS_ONE, ONE), select((here & 16) != 0, MINUS_ONE, ONE)"]
+    made += [f"{name}{i} = from_lane_xor({name}{i}, {mask}) + {name}{i} * {sign}"
+             for mask, sign in ((8, "h8"), (16, "h16")) for i in range(_PER_LANE)]
     for half in (1, 2):
         for k in (k for k in range(4) if not k & half):
             for j in range(4):
@@ -119,40 +121,30 @@ def _signs(name: str) -> list[str]:
     return ["turned = SIGN_MASKS[fresh(lane)]", *lines]
 
 
-def _transpose(source: str, target: str) -> list[str]:
-    """Bring the 16 rows of one wire lane together; target row by row."""
-    made = []
-    for k in range(4):
-        names = [f"{source}{4 * k + j}" for j in range(4)]
-        ends = [f"{target}{4 * k + j}" for j in range(4)]
-        for pairs, mask, flag in ((((0, 1), (2, 3)), 8, "odd"), (((0, 2), (1, 3)), 16, "upper")):
-            for a, b in pairs:
-                made += [
-                    f"other = from_lane_xor(select({flag}, {names[a]}, {names[b]}), {mask})",
-                    f"{ends[a]}, {ends[b]} = select({flag}, other, {names[a]}), select({flag}, {names[b]}, other)",
-                ]
-            names = ends
-    return made
+def _stage(name: str) -> list[str]:
+    """Lay a group out in shared memory, where ``_sums`` finds it by rows and lanes of the wire format."""
+    fours = [", ".join(f"{name}{4 * k + j}" for j in range(4)) for k in range(4)]
+    return ["sync_warp()", *(f"stage4({512 * k}, {four})" for k, four in enumerate(fours)), "sync_warp()"]
 
 
-def _rows_sum(name: str, term: str) -> list[str]:
-    """Rows in order, then the tree over wire lanes."""
-    lines = [f"{name} = {term.format(row=0)} + ZERO", *(f"{name} = {name} + {term.format(row=row)}" for row in range(1, ROWS))]
-    lines += [f"{name} = {name} + from_lane_xor({name}, {mask})" for mask in (4, 2, 1, 16, 8)]
-    return [*lines, f"{name} = uniform({name})"]
+def _sums(**terms: str) -> list[str]:
+    """Sums over the staged group, of terms of ``t``: rows in order, then the tree over the wire format's lanes."""
+    lines = [f"{name} = ZERO" for name in terms]
+    for row in range(ROWS):
+        lines += [f"t = staged({4 * LANES * row})", *(f"{name} = {name} + {term}" for name, term in terms.items())]
+    for name in terms:
+        lines += [f"{name} = {name} + from_lane_xor({name}, {mask})" for mask in (16, 8, 4, 2, 1)]
+    return [*lines, *(f"{name} = uniform({name})" for name in terms)]
 
 
 _HEAD = [
     "lane = lane_index()",
-    "quarter, eighth = lane >> 3, lane & 7",
-    "odd, upper = (quarter & 1) != 0, (quarter & 2) != 0",
-    "h8, h16 = select(odd, MINUS_ONE, ONE), select(upper, MINUS_ONE, ONE)",
     "zero = to_float(lane & 0)",
-    "group, stride = to_int(cuda.grid(1) // WARP), to_int(cuda.gridsize(1) // WARP)",
-    "piece, end = to_int(-1), to_int(0)",
+    "group, piece = to_int(cuda.grid(1) // WARP), to_int(-1)",
     "while group < num_groups:",
 ]
 _FIND = [
+    f"end = to_int(load_int64(table + {8 * TABLE_COLUMNS} * piece + {8 * END}) if piece >= 0 else 0)",
     "if group >= end:",
     "    low, high_piece = piece + 1, num_pieces - 1",
     "    while low < high_piece:",
@@ -166,49 +158,57 @@ _FIND = [
     f"row = table + {8 * TABLE_COLUMNS} * piece",
     f"num_elements = load_int64(row + {8 * COUNT})",
     f"index = to_int(group - end + (num_elements + {GROUP - 1}) // {GROUP})",
-    f"start = {GROUP} * index",
-    f"count = to_int(min({GROUP}, num_elements - start))",
-    "left = to_lane_int(count - 4 * lane)",
+    f"count = to_int(min({GROUP}, num_elements - {GROUP} * index))",
     f"message = to_int(load_int64(row + {8 * FIRST}) + index)",
 ]
-_NEXT = ["group = to_int(group + stride)"]
+#: How many elements of the group follow a lane's first one; and a lane's q and m. What follows from the lane alone is found
+#: anew where it is needed: compilers would keep it over the loop.
+_PLACE = ["here = fresh(lane)", "quarter, eighth = here >> 3, here & 7"]
+_LEFT = "left = to_lane_int(count - 4 * fresh(lane))"
+#: What was found from staged values is found anew from here on: kept it would take 16 registers.
+_ANEW = "sync_warp()"
+_NEXT = ["group = to_int(group + num_warps(cuda.gridsize(1)))"]
 
 
 def _column(name: str, column: int) -> str:
-    return f"{name} = load_int64(row + {8 * column})"
+    return f"{name} = load_int64(table + {8 * TABLE_COLUMNS} * fresh(piece) + {8 * column})"
 
 
 def _divisors() -> list[str]:
-    """least, and p of each element in m; 1 where there is no moment."""
+    """Stage the moments, and least of them."""
     return [
         _column("moment", MOMENT),
         "least = ZERO",
         *_branch("moment != 0", [
             *_load("m", "moment", "float32"),
-            *_transpose("m", "t"),
-            *_rows_sum("total", "t{row}"),
+            *_stage("m"),
+            *_sums(total="t"),
             "least = multiply(FLOOR, square_root(total / to_float(count)))",
-            *_roots(),
-        ], _each("m{i} = zero + ONE")),
+        ]),
     ]
 
 
-def _roots() -> list[str]:
-    return [*_each("m{i} = square_root(m{i}) + least"), *_each("m{i} = select(m{i} == ZERO, ONE, m{i})")]
+def _roots(k: int) -> list[str]:
+    """p of four elements, in m; 1 where it would be 0."""
+    four = range(4 * k, 4 * k + 4)
+    return [f"{', '.join(f'm{i}' for i in four)} = unstage4({512 * k})",
+            *_each("m{i} = square_root(m{i}) + least", four), *_each("m{i} = select(m{i} == ZERO, ONE, m{i})", four)]
 
 
 def _input(kind: str, dtype: str, has_moments: bool, turn: bool) -> list[str]:
     """v = rotated gradient + residual."""
-    lines = [_column("gradient", GRADIENT), *_branch("gradient != 0", _load("v", "gradient", dtype), _each("v{i} = zero"))]
+    lines = _divisors() if has_moments else []
+    lines += [_column("gradient", GRADIENT), *_branch("gradient != 0", _load("v", "gradient", dtype), _each("v{i} = zero"))]
     if has_moments:
-        lines += _divisors() + _branch("moment != 0", _each("v{i} = v{i} / m{i}"))
+        lines += _branch("moment != 0", [line for k in range(4) for line in (
+            *_roots(k), *_each("v{i} = v{i} / m{i}", range(4 * k, 4 * k + 4)))])
     if turn and kind == "rotated":
         lines += _branch(f"count == {GROUP}", _signs("v") + _butterflies("v"))
     return [
         *lines,
         _column("residual", RESIDUAL),
         *_branch("residual != 0", [
-            "at = residual + 4 * (start + 4 * lane)",
+            f"at = residual + 4 * ({GROUP} * fresh(index) + 4 * lane)",
             *_fours("{r} = load4_float32(at + {at})"),
             *_each("v{i} = v{i} + r{i}"),
         ], _each("v{i} = v{i} + ZERO")),
@@ -232,9 +232,9 @@ def _last_scales(kind: str, factor: bool) -> list[str]:
     return [*lines, "finite = is_finite(low) and is_finite(high)"]
 
 
-def _read_words(bits: int, address: str) -> list[str]:
-    """d = the level of each element in units of the scale, or with one bit low or high."""
-    lines = []
+def _read_words(bits: int, address: str, then: str = "") -> list[str]:
+    """d = the level of each element times the scale, or with one bit low or high. ``then``: what follows for each of them."""
+    lines = [*_PLACE]
     for k in range(4):
         at = f"{address} + {4 * bits} * ({4 * k} + quarter)"
         lines += [f"w{plane} = load_word({at} + {4 * plane}) >> to_word(4 * eighth)" for plane in range(bits)]
@@ -242,14 +242,15 @@ def _read_words(bits: int, address: str) -> list[str]:
             i = 4 * k + j
             if bits == 1:
                 lines.append(f"d{i} = select((w0 >> {j} & 1) != 0, high, low)")
-                continue
-            index = " | ".join(f"(w{plane} >> {j} & 1) << {plane}" for plane in range(bits))
-            lines.append(f"d{i} = multiply(level_{bits}(to_word({index})), high)")
+            else:
+                index = " | ".join(f"(w{plane} >> {j} & 1) << {plane}" for plane in range(bits))
+                lines.append(f"d{i} = multiply(level_{bits}(to_word({index})), high)")
+            lines += [then.format(i=i)] if then else []
     return lines
 
 
 def _mask(name: str) -> list[str]:
-    return _branch(f"count < {GROUP}", _each(f"{name}{{i}} = select(left > {{off}}, {name}{{i}}, zero)"))
+    return _branch(f"count < {GROUP}", [_LEFT, *_each(f"{name}{{i}} = select(left > {{off}}, {name}{{i}}, zero)")])
 
 
 def _add_incoming(kind: str, bits: int) -> list[str]:
@@ -259,24 +260,21 @@ def _add_incoming(kind: str, bits: int) -> list[str]:
         f"its_scales = load_int64(incoming + 16 * number + 8) + {group_scales} * message",
         *_read_scales(kind, "its_scales", False),
         *_branch("not finite", ["low = high = NAN"]),
-        *_read_words(bits, "its_words"),
-        *_each("v{i} = v{i} + d{i}"),
+        *_read_words(bits, "its_words", "v{i} = v{i} + d{i}"),
     ]
     return ["for number in range(num_incoming):", *_indent(body), *_branch("num_incoming > 0", _mask("v"))]
 
 
 def _levels_and_scale(kind: str, bits: int) -> list[str]:
     """low and high of the group; with more bits also step, by which a level is found."""
-    wide = "multiply(t{row}, raised)"
-    sums = _rows_sum("squares", "multiply(t{row}, t{row})")
-    sizes = _rows_sum("sizes", "abs(t{row})")
-    lines = [*_transpose("v", "t"), *sums, *([] if bits > 1 else sizes), "raised = ONE"]
-    again = [
-        "raised = LOWER if squares >= SMALLEST else RAISE",
-        *_each(f"t{{i}} = {wide.format(row='{i}')}"),
-        *sums,
-        *([] if bits > 1 else sizes),
-    ]
+    squares, sizes = "multiply({0}, {0})", "abs({0})"
+
+    def sums(value: str) -> list[str]:
+        terms = dict(squares=squares.format(value)) | ({} if bits > 1 else dict(sizes=sizes.format(value)))
+        return _sums(**terms)
+
+    lines = [*_stage("v"), *sums("t"), "raised = ONE"]
+    again = ["raised = LOWER if squares >= SMALLEST else RAISE", *sums("multiply(t, raised)")]
     lines += _branch("not (squares >= SMALLEST and squares < INFINITY)", again)
     lines.append("length = to_float(count)")
     if bits == 1:
@@ -287,13 +285,12 @@ def _levels_and_scale(kind: str, bits: int) -> list[str]:
         elif kind == "rms":
             lines += ["high = square_root(squares / length) / raised", "low = -high"]
         else:
-            # By the sign of v, which t may have lost to underflow.
-            lines += _transpose("v", "r")
-            lines += _rows_sum("below", "select(r{row} >= ZERO, ZERO, t{row})")
-            lines += _rows_sum("above", "select(r{row} >= ZERO, t{row}, ZERO)")
+            # By the sign of v, which its multiple may have lost to underflow.
+            lines += _sums(below="select(t >= ZERO, ZERO, multiply(t, raised))",
+                           above="select(t >= ZERO, multiply(t, raised), ZERO)")
             inside = " + ".join(f"select((v{i} >= ZERO) & (left > {128 * (i // 4) + i % 4}), ONE, ZERO)"
                                 for i in range(_PER_LANE))
-            lines += [f"num_above = {inside}"]
+            lines += [_LEFT, f"num_above = {inside}"]
             lines += [f"num_above = num_above + from_lane_xor(num_above, {mask})" for mask in (1, 2, 4, 8, 16)]
             lines += ["num_above = uniform(num_above)", "num_below = length - num_above",
                       "high = above / (num_above if num_above > ONE else ONE) / raised",
@@ -303,22 +300,14 @@ def _levels_and_scale(kind: str, bits: int) -> list[str]:
             partly = " & ".join(_each("((abs(v{i}) == first) | (left <= {off}))"))
             lines += [
                 "first = abs(from_lane(v0, 0))",
-                *_branch(f"count == {GROUP}", [f"same = {equal}"], [f"same = {partly}"]),
+                *_branch(f"count == {GROUP}", [f"same = {equal}"], [_LEFT, f"same = {partly}"]),
                 *_branch("all_lanes(same)", ["high = uniform(first)", "low = -high"]),
             ]
         return [*lines, "broken = not (is_finite(high) and is_finite(low))"]
     lines += [
         "step = multiply(STEP, square_root(squares / length))",
         *([] if bits == 2 else ["step = ONE / step if step > ZERO else ZERO"]),
-        # The size of each level, then what it is worth, then its sign.
-        *[line for i in range(_PER_LANE) for line in (
-            f"r{i} = multiply(v{i}, raised)", f"r{i} = abs(multiply(r{i}, size_{bits}(r{i}, step)))")],
-        *_transpose("r", "t"),
-        *_rows_sum("products", "t{row}"),
-        # Sizes once more: kept meanwhile they would take 16 registers.
-        "step = fresh_float(step)",
-        *_each(f"l{{i}} = size_{bits}(multiply(v{{i}}, raised), step)"),
-        *_each("l{i} = select(v{i} >= ZERO, l{i}, -l{i})"),
+        *_sums(products=f"level_times_value_{bits}(multiply(t, raised), step)"),
         "high = squares / products if products != ZERO else products",
         "high = high / raised",
         "low = -high",
@@ -327,36 +316,39 @@ def _levels_and_scale(kind: str, bits: int) -> list[str]:
     return lines
 
 
-def _decided(i: int, bits: int) -> str:
-    """What v[i] is decoded to."""
-    if bits == 1:
-        return f"select(v{i} >= ZERO, high, low)"
-    return f"multiply(l{i}, high)"
+def _level(bits: int, value: str) -> list[str]:
+    """l = the level of a value in units of the scale."""
+    return [f"l = size_{bits}(multiply({value}, raised), step)", f"l = select({value} >= ZERO, l, -l)"]
+
+
+def _decided(bits: int, k: int, then: str = "") -> list[str]:
+    """d = what four staged values v are decoded to. ``then``: what follows for each of them."""
+    four = range(4 * k, 4 * k + 4)
+    lines = [f"{', '.join(f'v{i}' for i in four)} = unstage4({512 * k})"]
+    for i in four:
+        if bits == 1:
+            lines.append(f"d{i} = select(v{i} >= ZERO, high, low)")
+        else:
+            lines += [*_level(bits, f"v{i}"), f"d{i} = multiply(l, high)"]
+        lines += [then.format(i=i)] if then else []
+    return lines
 
 
 def _write_words(bits: int) -> list[str]:
-    lines = [f"at = words + {4 * ROWS * bits} * message + {4 * bits} * quarter"]
-    for k in range(4):
+    """From the staged values, a few words at a time, each by another lane."""
+    lines = [_ANEW, "here = fresh(lane)", f"at = words + {4 * ROWS * bits} * message + 4 * lane", "mine = to_word(NO_BITS)"]
+    for row in range(ROWS):
+        lines.append(f"t = staged({4 * LANES * row})")
         if bits > 1:
-            for j in range(4):
-                i = 4 * k + j
-                lines.append(f"n{j} = index_{bits}(l{i})")
+            lines += [_ANEW, *_level(bits, "t"), f"n = index_{bits}(l)"]
         for plane in range(bits):
-            if bits == 1:
-                nibble = " | ".join(f"select(v{4 * k + j} >= ZERO, BIT{j}, NO_BITS)" for j in range(4))
-            else:
-                nibble = " | ".join(f"(n{j} >> {plane} & 1) << {j}" for j in range(4))
-            name = f"w{k}" if bits == 1 else "w0"
-            lines.append(f"{name} = to_word(to_word({nibble}) << (4 * eighth))")
-            lines += [f"{name} = to_word({name} | word_from_lane_xor({name}, {mask}))" for mask in (1, 2, 4)]
-            if bits > 1:
-                lines += ["w0 = select(broken, NO_BITS, w0)",
-                          f"store_word(at + {16 * bits * k + 4 * plane}, w0, eighth == {(k * bits + plane) & 7})"]
-    if bits == 1:
-        lines += [
-            "w0 = select(eighth == 1, w1, w0)", "w0 = select(eighth == 2, w2, w0)", "w0 = select(eighth == 3, w3, w0)",
-            "w0 = select(broken, NO_BITS, w0)", "store_word(at + 16 * eighth, w0, eighth < 4)",
-        ]
+            number = row * bits + plane
+            is_set = "t >= ZERO" if bits == 1 else f"(n >> {plane} & 1) != 0"
+            turn = number % _WORDS_AT_ONCE
+            lines.append(f"mine = select(here == {turn}, ballot({is_set}), mine)")
+            if turn == _WORDS_AT_ONCE - 1:
+                lines += ["mine = select(broken, NO_BITS, mine)", f"store_word(at + {4 * (number - turn)}, mine, here <= {turn})",
+                          "here = fresh(lane)"]
     return lines
 
 
@@ -369,29 +361,34 @@ def _write_scales(kind: str) -> list[str]:
 
 
 def _hand_out(kind: str, dtype: str, has_moments: bool) -> list[str]:
-    """Rotate d back and bring it to OUT; where it is not finite, NaN."""
+    """Rotate d back and bring it to OUT; where it is not finite, NaN. Moments are staged."""
     lines = []
     if kind == "rotated":
         lines += _branch(f"count == {GROUP} and finite", _butterflies("d") + _signs("d"))
     if has_moments:
-        # Moments once more, from a cache: kept since they were read first they would take 16 registers.
-        lines += _branch("moment != 0", [*_load("m", "moment", "float32"), *_roots(), *_each("d{i} = multiply(d{i}, m{i})")])
+        lines += _branch("moment != 0", [line for k in range(4) for line in (
+            *_roots(k), *_each("d{i} = multiply(d{i}, m{i})", range(4 * k, 4 * k + 4)))])
     lines += _each("d{i} = select(d{i} == d{i}, d{i}, NAN)")
     return lines + _store("d", "out", dtype)
 
 
 def _encode_lines(bits: int, kind: str, dtype: str, has_moments: bool, turn: bool) -> list[str]:
     shadow = [
-        "at = shadow + 4 * (start + 4 * lane)",
-        *[f"d{i} = select(broken, NAN, v{i} - {_decided(i, bits)})" for i in range(_PER_LANE)],
+        f"at = shadow + 4 * ({GROUP} * fresh(index) + 4 * lane)",
+        _ANEW,
+        *(line for k in range(4) for line in _decided(bits, k, "d{i} = select(broken, NAN, v{i} - d{i})")),
         *_mask("d"),
         *_fours("store4_float32(at + {at}, {d})"),
     ]
+    # Once more, from a cache: kept since they were read first they would take 16 registers.
+    moments = [_column("moment", MOMENT), *_branch("moment != 0", [*_load("m", "moment", "float32"), *_stage("m")])]
     out = [
         *_branch("broken", ["low = high = NAN"]),
         *_last_scales(kind, True),
         *_branch("not finite", ["low = high = NAN"]),
-        *[f"d{i} = {_decided(i, bits)}" for i in range(_PER_LANE)],
+        _ANEW,
+        *(line for k in range(4) for line in _decided(bits, k)),
+        *(moments if has_moments else []),
         *_hand_out(kind, dtype, has_moments),
     ]
     return [
@@ -417,8 +414,8 @@ def _decode_lines(bits: int, kind: str, dtype: str, has_moments: bool) -> list[s
     return [
         *_read_scales(kind, f"scales + {group_scales} * message", True),
         *_branch("not finite", ["low = high = NAN", *_judge()]),
-        *_read_words(bits, f"words + {group_words} * message"),
         *(_divisors() if has_moments else []),
+        *_read_words(bits, f"words + {group_words} * message"),
         _column("out", OUT),
         *_branch("out != 0", _hand_out(kind, dtype, has_moments)),
     ]
@@ -433,7 +430,7 @@ def _decode_within_lines(bits: int, kind: str, add: bool) -> list[str]:
         *_read_words(bits, f"words + {group_words} * message"),
         *_mask("d"),
         _column("out", OUT),
-        "at = out + 4 * (start + 4 * lane)",
+        f"at = out + 4 * ({GROUP} * fresh(index) + 4 * lane)",
         *([*_fours("{r} = load4_float32(at + {at})"), *_each("d{i} = r{i} + d{i}"),
            *_each("d{i} = select(d{i} == d{i}, d{i}, NAN)")] if add else []),
         *_fours("store4_float32(at + {at}, {d})"),
@@ -444,7 +441,7 @@ def _rotate_lines(kind: str, dtype: str) -> list[str]:
     return [
         *_input(kind, dtype, False, True),
         _column("shadow", SHADOW),
-        "at = shadow + 4 * (start + 4 * lane)",
+        f"at = shadow + 4 * ({GROUP} * fresh(index) + 4 * lane)",
         *_fours("store4_float32(at + {at}, {v})"),
     ]
 
@@ -452,7 +449,7 @@ def _rotate_lines(kind: str, dtype: str) -> list[str]:
 def _rotate_back_lines(kind: str, dtype: str) -> list[str]:
     return [
         _column("residual", RESIDUAL),
-        "at = residual + 4 * (start + 4 * lane)",
+        f"at = residual + 4 * ({GROUP} * fresh(index) + 4 * lane)",
         *_fours("{d} = load4_float32(at + {at})"),
         "finite = True",
         _column("out", OUT),
@@ -480,6 +477,12 @@ def _device_functions() -> dict[str, Any]:
         return select(index >= 2, size, -size)
 
     made.update(size_2=size_2, index_2=index_2, level_2=level_2)
+    size_of = warp.device_function(size_2)
+
+    def level_times_value_2(w, step):  # type: ignore[no-untyped-def]
+        return abs(multiply(w, size_of(w, step)))
+
+    made["level_times_value_2"] = level_times_value_2
     for bits in (4, 8):
         made |= _uniform_functions(bits, select, to_index, to_float, to_word, multiply, zero, half)
     return {name: warp.device_function(function) for name, function in made.items()}
@@ -499,17 +502,22 @@ def _uniform_functions(bits, select, to_index, to_float, to_word, multiply, zero
     def level(index):  # type: ignore[no-untyped-def]
         return to_float(index) - middle
 
-    return {f"size_{bits}": size, f"index_{bits}": index, f"level_{bits}": level}
+    size_of = warp.device_function(size)
+
+    def level_times_value(w, inverse):  # type: ignore[no-untyped-def]
+        return abs(multiply(w, size_of(w, inverse)))
+
+    return {f"level_times_value_{bits}": level_times_value, f"size_{bits}": size, f"index_{bits}": index, f"level_{bits}": level}
 
 
 @lru_cache(1)
 def _names() -> dict[str, Any]:
     """What the kernels' source refers to."""
     known: dict[str, Any] = {name: getattr(warp, name) for name in (
-        "lane_index", "select", "from_lane_xor", "fresh", "fresh_float", "word_from_lane_xor", "from_lane", "all_lanes",
-        "uniform", "multiply", "scaled_by_double", "is_finite", "square_root", "to_float", "to_int", "to_lane_int", "to_word",
-        "load_int64", "load_float", "store_float", "store_int32", "load_word", "store_word", "copy16", "copy_bytes",
-        "scale_double")}
+        "lane_index", "num_warps", "select", "from_lane_xor", "fresh", "from_lane", "all_lanes", "ballot", "uniform",
+        "sync_warp", "stage4", "staged", "unstage4", "multiply", "scaled_by_double", "is_finite", "square_root", "to_float",
+        "to_int", "to_lane_int", "to_word", "load_int64", "load_float", "store_float", "store_int32", "load_word", "store_word",
+        "copy16", "copy_bytes", "scale_double")}
     for table in ("load4", "load4_some", "store4", "store4_some", "divide_one"):
         known |= {f"{table}_{kind}": function for kind, function in getattr(warp, table).items()}
     known |= _device_functions()
@@ -520,6 +528,12 @@ def _names() -> dict[str, Any]:
         MINUS_ONE=np.float32(-1), NAN=NAN, FLOOR=FLOOR, SMALLEST=SMALLEST, RAISE=RAISE, LOWER=LOWER,
         INFINITY=np.float32(np.inf), NO_BITS=np.uint32(0))
     return known
+
+
+def max_registers(compute_capability: tuple[int, int]) -> int:
+    """With so many registers of a thread half of a multiprocessor's threads have room: it has 65536, for 1024 threads (7.5) or
+    2048. *Source*: CUDA C++ Programming Guide, technical specifications per compute capability."""
+    return 128 if compute_capability == (7, 5) else 64
 
 
 _ARGUMENTS = {
@@ -573,7 +587,8 @@ def kernel(
     function = python_kernel(name, bits, kind, dtype, has_moments, turn)
     if warp.IS_SIMULATED:
         return cuda.jit(function)
-    return cuda.jit(signature(name), max_registers=MAX_REGISTERS)(function)
+    most = max_registers(tuple(cuda.get_current_device().compute_capability))
+    return cuda.jit(signature(name), max_registers=most)(function)
 
 
 # -- copies and scales ------------------------------------------------------------------------------------------------------
@@ -620,10 +635,13 @@ def _scale_source(dtype: str) -> str:
             "    while 32 * step < num_elements:",
             "        scale_double(address + 8 * (32 * step + lane), num_elements - 32 * step - lane, factor)",
             "        step += stride"])
+    values = ", ".join(f"multiply(v{j}, narrow)" for j in range(4))
     body = [
         f"at, left = address + {item} * (128 * step + 4 * lane), num_elements - 128 * step - 4 * lane",
-        f"v0, v1, v2, v3 = load4_some_{dtype}(at, left)",
-        f"store4_some_{dtype}(at, left, *VALUES)".replace("*VALUES", ", ".join(f"multiply(v{j}, narrow)" for j in range(4))),
+        *_branch(
+            f"128 * step + 128 <= num_elements and (address & {4 * item - 1}) == 0",
+            [f"v0, v1, v2, v3 = load4_{dtype}(at)", f"store4_{dtype}(at, {values})"],
+            [f"v0, v1, v2, v3 = load4_some_{dtype}(at, left)", f"store4_some_{dtype}(at, left, {values})"]),
         "step += stride",
     ]
     return "\n".join([

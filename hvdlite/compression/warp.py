@@ -11,6 +11,7 @@ thread per lane. So kernels branch only on what is equal in a warp, and choose b
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ THREADS_PER_WARP = 1 if IS_SIMULATED else 32
 KINDS = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8}
 
 _ALL = 0xFFFFFFFF
+#: Bytes of shared memory for each warp, a group of float32, and warps of a block.
+STAGE_BYTES, WARPS_PER_BLOCK = 2048, 8
 
 if IS_SIMULATED:
     _LANES = np.arange(32, dtype=np.int64)
@@ -35,25 +38,49 @@ if IS_SIMULATED:
     def lane_index() -> Any:
         return _LANES
 
+    def num_warps(num_threads: int) -> int:
+        """Of the grid, given its threads."""
+        return int(num_threads)
+
     def select(condition: Any, yes: Any, no: Any) -> Any:
         return np.where(condition, yes, no)
 
     def from_lane_xor(value: Any, mask: int) -> Any:
         return value[_LANES ^ mask]
 
-    word_from_lane_xor = from_lane_xor
-
     def fresh(value: Any) -> Any:
         return value
-
-    fresh_float = fresh
 
     def from_lane(value: Any, lane: int) -> Any:
         return value[lane]
 
+    _stages = threading.local()
+
+    def sync_warp() -> None:
+        pass
+
+    def stage4(place: int, a: Any, b: Any, c: Any, d: Any) -> None:
+        """Four neighbours of each lane to the warp's shared memory. ``place``: bytes."""
+        if not hasattr(_stages, "memory"):
+            _stages.memory = np.empty(512, np.float32)
+        _stages.memory[place // 4 : place // 4 + 128] = np.stack(np.broadcast_arrays(a, b, c, d), axis=1).reshape(-1)
+
+    def staged(place: int) -> Any:
+        """What was staged, neighbours in neighbouring lanes. ``place``: bytes."""
+        return _stages.memory[place // 4 : place // 4 + 32].copy()
+
+    def unstage4(place: int) -> Any:
+        """What the lane itself staged there."""
+        four = _stages.memory[place // 4 : place // 4 + 128].reshape(32, 4).copy()
+        return four[:, 0], four[:, 1], four[:, 2], four[:, 3]
+
     def uniform(value: Any) -> Any:
         """What all lanes hold alike, to branch on."""
         return value if np.isscalar(value) else value[0]
+
+    def ballot(condition: Any) -> Any:
+        """A word with each lane's condition in the lane's bit."""
+        return np.uint32((np.broadcast_to(condition, 32).astype(np.uint64) << _LANES.astype(np.uint64)).sum())
 
     def all_lanes(condition: Any) -> bool:
         return bool(np.all(condition))
@@ -216,17 +243,13 @@ else:
         return types.int32(types.int32), generate
 
     @intrinsic
-    def fresh_float(typing_context, value):  # type: ignore[no-untyped-def]
-        """As ``fresh``."""
+    def num_warps(typing_context, num_threads):  # type: ignore[no-untyped-def]
+        """Of the grid, asked for anew each time: given by ``num_threads`` it would be kept in a register over the loop."""
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
-            return builder.call(ir.InlineAsm(kind, "mov.f32 $0, $1;", "=f,f", side_effect=True), arguments)
+            blocks = builder.call(ir.InlineAsm(ir.FunctionType(_INT32, []), "mov.u32 $0, %nctaid.x;", "=r", side_effect=True), [])
+            return builder.mul(blocks, _INT32(WARPS_PER_BLOCK))
 
-        return _F(_F), generate
-
-    @device_function
-    def word_from_lane_xor(value, mask):  # type: ignore[no-untyped-def]
-        return np.uint32(cuda.shfl_xor_sync(_ALL, np.int32(value), mask))  # numba has no shuffle of uint32
+        return types.int32(types.int64), generate
 
     @device_function
     def from_lane(value, lane):  # type: ignore[no-untyped-def]
@@ -235,6 +258,72 @@ else:
     @device_function
     def uniform(value):  # type: ignore[no-untyped-def]
         return value
+
+    def _stage_of(builder: Any) -> Any:
+        """The block's shared memory, one and the same in all of a kernel."""
+        name, memory = "hvdlite_stage", ir.ArrayType(ir.IntType(8), WARPS_PER_BLOCK * STAGE_BYTES)
+        known = builder.module.globals.get(name)
+        if known is None:
+            known = ir.GlobalVariable(builder.module, memory, name, addrspace=3)
+            known.linkage, known.align = "internal", 16
+            known.initializer = ir.Constant(memory, ir.Undefined)
+        return known
+
+    @intrinsic
+    def sync_warp(typing_context):  # type: ignore[no-untyped-def]
+        """What lanes staged before is there for all afterwards; nothing read before is known any more."""
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            # The address as an operand: else LLVM holds that nobody but this lane changes the memory.
+            kind, stage = ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _stage_of(builder)
+            barrier = ir.InlineAsm(kind, "bar.warp.sync 0xffffffff;", "l,~{memory}", side_effect=True)
+            builder.call(barrier, [builder.ptrtoint(stage, ir.IntType(64))])
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    def _shared(builder: Any, item_bytes: int, place: Any, kind: Any) -> Any:
+        """Where a lane's item of the warp's stage lies, ``place`` bytes from the first lane's."""
+        thread = builder.call(builder.module.declare_intrinsic(
+            "llvm.nvvm.read.ptx.sreg.tid.x", (), ir.FunctionType(_INT32, [])), [])
+        lane = builder.and_(thread, _INT32(31))
+        at = builder.add(builder.mul(builder.lshr(thread, _INT32(5)), _INT32(STAGE_BYTES)), builder.mul(lane, _INT32(item_bytes)))
+        at = builder.add(at, builder.trunc(place, _INT32))
+        return builder.bitcast(builder.gep(_stage_of(builder), [_INT32(0), at]), kind.as_pointer(3))
+
+    @intrinsic
+    def stage4(typing_context, place, a, b, c, d):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            vector = ir.VectorType(ir.FloatType(), 4)
+            value = ir.Constant(vector, ir.Undefined)
+            for i in range(4):
+                value = builder.insert_element(value, arguments[1 + i], _INT32(i))
+            builder.store(value, _shared(builder, 16, arguments[0], vector)).align = 16
+            return context.get_dummy_value()
+
+        return types.void(_I64, _F, _F, _F, _F), generate
+
+    @intrinsic
+    def staged(typing_context, place):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            loaded = builder.load(_shared(builder, 4, arguments[0], ir.FloatType()))
+            loaded.align = 4
+            return loaded
+
+        return _F(_I64), generate
+
+    @intrinsic
+    def unstage4(typing_context, place):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            loaded = builder.load(_shared(builder, 16, arguments[0], ir.VectorType(ir.FloatType(), 4)))
+            loaded.align = 16
+            items = [builder.extract_element(loaded, _INT32(i)) for i in range(4)]
+            return context.make_tuple(builder, signature.return_type, items)
+
+        return types.UniTuple(_F, 4)(_I64), generate
+
+    @device_function
+    def ballot(condition):  # type: ignore[no-untyped-def]
+        return np.uint32(cuda.ballot_sync(_ALL, condition))
 
     @device_function
     def all_lanes(condition):  # type: ignore[no-untyped-def]
