@@ -39,7 +39,8 @@ Message = tuple[int, int]
 
 
 class CudaCodec:
-    """The codec's kernels on one device. ``device``: a ``dataplane.cuda.Device``, or what a test puts in its place."""
+    """The codec's kernels on one device. ``device`` uploads tables and launches kernels; no data plane has one yet, so that only
+    tests run this: CUDA tensors still go through host memory."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
