@@ -31,6 +31,7 @@ class RankNotes:
         self._open = {self._socket.fileno(), self._stacks_fd}
         self._unread = b""
         self._stacks, self._waits_for = b"", {}  # type: bytes, dict[str, Any]
+        self._question: dict[str, Any] = {}
         self._has_answered = False
         self._asked_until_s = self._quiet_at_s = _NEVER_S
         self._python_pid = 0
@@ -91,7 +92,14 @@ class RankNotes:
     def pass_on(self, message: dict[str, Any]) -> None:
         """Say something to the rank; of ``stacks`` the answer goes to hvdrun."""
         if message["kind"] == "stacks":
+            # The rank's listener answers once the stacks are there: while they are written no thread of ours may run,
+            # because faulthandler looks at frames that it does not stop.
+            self._question = message
             self._ask()
+            return
+        self._say(message)
+
+    def _say(self, message: dict[str, Any]) -> None:
         try:
             self._socket.send(json.dumps(message).encode("ascii") + b"\n")
         except OSError:
@@ -119,6 +127,7 @@ class RankNotes:
                 self._has_answered and now_s >= self._quiet_at_s)):
             if now_s >= self._quiet_at_s:
                 self._quiet_at_s = _NEVER_S
+                self._say(self._question)
                 self._asked_until_s = min(self._asked_until_s, now_s + 3 * _QUIET_S)
             return
         self._asked_until_s = self._quiet_at_s = _NEVER_S
