@@ -33,3 +33,13 @@ def test_a_step_beside_others(tmp_path):
     assert set(rows["scalar"]) == {"mpi", "ddp", "hvdlite"} and set(rows["small"]) == {"mpi", "ddp", "hvdlite", "hvdlite-new"}
     assert all(0 < second < 10 for row in rows.values() for seconds in row.values() for second in seconds)
     assert sum("/ ddp" in line for line in lines) == 5
+
+
+def test_launchers_compared(tmp_path):
+    file = tmp_path / "launchers.json"
+    lines = lines_of("compare_launchers.py", "--rounds", "1", "--launchers", "hvdrun,mpiexec", "--only",
+                     "exit7,stdin,arguments,start", "--limit", "8", "--json", str(file))
+    of = {(row["check"], row["launcher"]): row for row in json.loads(file.read_text())}
+    assert all(of[check, "hvdrun"]["right"] == 1 for check in ("exit7", "stdin", "arguments", "start")), of
+    assert of["arguments", "mpiexec"]["seen"] == ["exact"]
+    assert lines[0] == "| check | hvdrun | mpiexec |" and len(lines) == 6

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -197,7 +198,23 @@ def test_l4_nothing_is_left_when_a_guard_is_killed():
         os.kill(guards[0], signal.SIGKILL)
         job.end(15)
         # Hydra then kills the other guards as well; the kernel ends the ranks with them.
-        assert job.process.returncode and re.search("starter ended the job|its guard|guard was killed", job.said()), job.said()
+        assert job.process.returncode and re.search(r"guard was killed.*rank|rank \d.*its guard", job.said()), job.said()
+
+
+def test_l4_nothing_is_left_when_the_terminal_is_closed():
+    here, there = pty.openpty()
+    mark = f"L4t-{os.getpid()}"
+    code = "import os, time; os.write(1, b'here\\n'); time.sleep(60)"
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *HVDRUN, "-np", "2", "--prefix", "", PYTHON, "-c", code], stdin=there, stdout=there,
+        stderr=there, env=_environment(MARK=mark), cwd=ROOT, preexec_fn=_heed_signals)
+    os.close(there)
+    seen = b""
+    while seen.count(b"here") < 2:
+        seen += os.read(here, 4096)
+    os.close(here)
+    _wait_until(lambda: not _living(mark), 5)
+    process.wait(10)
 
 
 CHECKPOINT = f"""
@@ -322,7 +339,18 @@ def test_l10_a_dry_run_starts_nothing_and_says_all(tmp_path):
         (0, "nosuch.invalid", 0), (1, "h2", 0)]
     assert facts["command"][0] == "touch" and "mpi" in facts["starter"][0] + facts["mpi"]
     text = hvdrun(2, "true", options=["--dry-run"]).stdout
+    # Not a single connection to the hosts is opened.
+    assert not _connections(["-H", "127.0.0.1:1,127.0.0.2:1", "--dry-run", "true"])
     assert "rank 1: localhost, local rank 1 of 2" in text and text.endswith("nothing was started\n")
+
+
+def _connections(arguments):
+    """Calls of connect() to the network in a run of hvdrun, by Python's audit events."""
+    code = ("import sys\nsys.addaudithook(lambda event, args: event == 'socket.connect' and print('CONNECT', args[1:]))\n"
+            f"from hvdlite.launch.cli import main\nsys.argv = ['hvdrun', *{arguments!r}]\nsys.exit(main())")
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, env=_environment())
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("CONNECT")]
 
 
 def test_check_build_says_what_there_is():
@@ -344,6 +372,17 @@ def test_l15_without_any_starter_the_error_names_the_ways_out():
 
 
 THREADS = "import os; os.write(1, (os.environ['OMP_NUM_THREADS'] + ' ' + str(len(os.sched_getaffinity(0))) + chr(10)).encode())"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--launcher", "mpi"]])
+def test_l15_without_a_path_what_mpi4py_is_bound_to_is_found_or_explained(tmp_path, arguments):
+    done = subprocess.run([*HVDRUN, "-np", "2", *arguments, PYTHON, "-c", "print('here', flush=True)"], capture_output=True,
+                          text=True, timeout=60, cwd=ROOT, env=_environment(PATH=str(tmp_path)), stdin=subprocess.DEVNULL)
+    if done.returncode:
+        assert done.returncode == 2 and "pip install" in done.stderr and "--starter" in done.stderr, done.stderr
+    else:
+        assert done.stdout.split() == ["here"] * 2
+    assert "Traceback" not in done.stderr
 
 
 def test_l19_threads_follow_the_allowed_processors_unless_the_user_said():
@@ -432,23 +471,23 @@ def test_l14_the_directory_is_the_user_s_only_and_no_port_is_open():
 def test_l14_jobs_side_by_side_do_not_disturb_each_other():
     code = f"import os, hvdlite as h; h.init(); {RANK}; assert h.allreduce(float(r), op=h.Sum) == 1"
     jobs = [subprocess.Popen([*HVDRUN, "-np", "2", PYTHON, "-c", code], cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL,
-                             stderr=subprocess.DEVNULL) for _ in range(4)]
-    assert [job.wait(90) for job in jobs] == [0] * 4
+                             stderr=subprocess.DEVNULL) for _ in range(8)]
+    assert [job.wait(120) for job in jobs] == [0] * 8
 
 
 # -- L16, L17: output, input -----------------------------------------------------------------------------------------
 
 
 def test_l16_many_lines_of_all_ranks_are_whole_complete_and_in_order():
-    num_lines = 20_000
-    code = (f"import os, sys; {RANK}\nfor i in range({num_lines}): sys.stdout.write('%d %d %s\\n' % (r, i, 'x' * 180))")
-    done = hvdrun(2, PYTHON, "-c", code, env=_environment(PYTHONUNBUFFERED=""))
-    seen = {0: [], 1: []}
+    num_ranks, num_lines = 4, 50_000
+    code = (f"import os, sys; {RANK}\nfor i in range({num_lines}): sys.stdout.write('%d %d %s\\n' % (r, i, 'x' * 190))")
+    done = hvdrun(num_ranks, PYTHON, "-c", code, env=_environment(PYTHONUNBUFFERED=""), timeout_s=120)
+    seen = {rank: [] for rank in range(num_ranks)}
     for line in done.stdout.splitlines():
         rank, index, filling = line.split(" ")
-        assert filling == "x" * 180
+        assert filling == "x" * 190
         seen[int(rank)].append(int(index))
-    assert seen == {0: list(range(num_lines)), 1: list(range(num_lines))}, done.stderr
+    assert seen == {rank: list(range(num_lines)) for rank in range(num_ranks)}, done.stderr
 
 
 def test_l16_bytes_that_are_no_text_pass_and_prefixes_tell_the_rank(tmp_path):
@@ -497,7 +536,7 @@ def test_l17_stdin_reaches_the_rank_that_was_named():
 # -- L18: hangs ------------------------------------------------------------------------------------------------------
 
 HANG = """
-import os, sys, time, threading
+import ctypes, os, sys, time, threading
 import hvdlite as hvd
 hvd.init()
 mode, r = sys.argv[1], hvd.rank()
@@ -510,16 +549,21 @@ elif mode == "deadlock_lock" and r == 1:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()  # locks
-elif mode == "early_exit0" and r == 1:
-    os.write(1, b"left\\n")
-    time.sleep(60)
+elif mode == "native" and r == 1:
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    native.pthread_mutex_lock(mutex)
+    native.pthread_mutex_lock(mutex)  # native code that keeps the interpreter's lock
+elif mode == "wrong_order":
+    first, then = ("grad7", "grad8") if r == 0 else ("grad8", "grad7")
+    hvd.allreduce(1.0, name=first)
+    hvd.allreduce(1.0, name=then)
 hvd.allreduce(1.0, name="grad7")
 """
 
 
 @pytest.mark.parametrize("mode, says", [
     ("sleep", r"rank 1: is at hang\.py:8 .*sleeps"), ("skip_tensor", r"rank 1: wait in allreduce 'grad8' at hang\.py:10"),
-    ("deadlock_lock", r"rank 1: is at hang\.py:14 .*locks")])
+    ("deadlock_lock", r"rank 1: is at hang\.py:14 .*locks"), ("native", r"rank 1: is at hang\.py:18 .*native code")])
 def test_l18_a_hang_is_told_with_rank_tensor_and_line_and_ended(tmp_path, mode, says):
     script = tmp_path / "hang.py"
     script.write_text(HANG)
@@ -527,8 +571,36 @@ def test_l18_a_hang_is_told_with_rank_tensor_and_line_and_ended(tmp_path, mode, 
     done = hvdrun(2, PYTHON, script, mode, options=["--hang-timeout", "2", "--grace", "1"])
     assert done.returncode == 124 and time.monotonic() - started_s < 20, done.stderr
     assert re.search(says, done.stderr), done.stderr
-    assert "rank 0: wait in allreduce 'grad7' at hang.py:18" in done.stderr
+    assert "rank 0: wait in allreduce 'grad7' at hang.py:23" in done.stderr
     assert re.search(r"grad7'?: submitted \d+ s ago by rank 0; waits for rank 1", done.stderr), done.stderr
+
+
+def test_l18_two_orders_are_told_with_both_tensors_and_lines(tmp_path):
+    script = tmp_path / "hang.py"
+    script.write_text(HANG)
+    done = hvdrun(2, PYTHON, script, "wrong_order", options=["--hang-timeout", "2", "--grace", "1"])
+    assert done.returncode == 124, done.stderr
+    for rank, name in enumerate(("grad7", "grad8")):
+        assert f"rank {rank}: wait in allreduce '{name}' at hang.py:21" in done.stderr, done.stderr
+        assert re.search(rf"{name}'?: submitted \d+ s ago by rank {rank}; waits for rank {1 - rank}", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("failure, says", [
+    ("hvd.allreduce([1.0] * (1 + r), name='grad7')", r"grad7'.*rank 0 has \(1,\).*rank 1 has \(2,\)"),
+    ("if r == 0: hvd.allreduce(1.0, name='grad7')", r"grad7'.*rank 1")], ids=["wrong_shape", "early_exit0"])
+def test_l18_what_need_not_hang_ends_at_once_with_rank_and_tensor(tmp_path, failure, says):
+    script = tmp_path / "wrong.py"
+    script.write_text(f"import hvdlite as hvd\nhvd.init()\nr = hvd.rank()\nhvd.allreduce(1.0, name='warm')\n{failure}\n")
+    started_s = time.monotonic()
+    done = hvdrun(2, PYTHON, script, options=["--hang-timeout", "30"])
+    assert time.monotonic() - started_s < 15 and done.returncode == 1, done.stderr
+    assert re.search(says, done.stderr) and "wrong.py\", line 5" in done.stderr, done.stderr
+
+
+def test_l18_a_rank_that_is_slow_to_begin_is_no_hang():
+    code = f"import os, time; {RANK}\nif r == 1: time.sleep(3)\nprint('here', flush=True)"
+    done = hvdrun(2, PYTHON, "-c", code, options=["--hang-timeout", "1"])
+    assert done.returncode == 0 and done.stdout.split() == ["here"] * 2, done.stderr
 
 
 def test_l18_sigquit_shows_the_stacks_and_the_job_goes_on():

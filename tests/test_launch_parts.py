@@ -301,8 +301,15 @@ def test_l16_carriage_returns_before_a_newline_are_no_progress_bar():
 def test_l16_progress_bars_stand_on_a_terminal():
     out = _Out(1, terminal=True, prefix="", fold=False, color="never")
     out.take(0, b"1%\r2%\r3%")
-    assert out.seen() == b"\r\x1b[K1%\r\x1b[K2%"
-    assert out.take(0, b"\rdone\n").seen() == b"\r\x1b[K3%\r\x1b[Kdone\n"
+    assert out.seen() == b"\r\x1b[K1%\r\x1b[K2%\r\x1b[K3%"
+    assert out.take(0, b"\r").seen() == b"\r\x1b[K3%" and out.take(0, b"4%").seen() == b"\r\x1b[K3%\r\x1b[K4%"
+    assert out.take(0, b"\rdone\n").seen().endswith(b"\r\x1b[K4%\r\x1b[Kdone\n")
+
+
+def test_l16_a_progress_bar_is_cut_to_the_terminal_s_width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "12")
+    out = _Out(2, terminal=True, prefix="[{rank}] ", fold=False, color="never")
+    assert out.take(1, "é234567890\r".encode()).seen() == b"\r\x1b[K[1] " + "é234567".encode()
 
 
 @pytest.mark.parametrize("color, environ, colored", [
@@ -409,13 +416,23 @@ def test_l18_ranks_are_grouped_with_what_they_wait_for():
 def test_l18_a_job_hangs_when_something_is_pending_long_or_nothing_happens():
     watch = HangWatch(5.0)
     assert not watch.verdict(100.0)
-    watch.note_progress(0.0)
+    watch.note_progress(0, 0.0)
     assert not watch.verdict(4.9) and "no rank wrote" in watch.verdict(5.0)
     watch.note_state(0, {"completed": 3, "pending": [["allreduce 'x'", 1.0]]}, 10.0)
-    watch.note_progress(13.9)
+    watch.note_progress(0, 13.9)
     assert not watch.verdict(13.9) and "allreduce 'x' has been pending for 5 s" in watch.verdict(14.0)
     watch.note_state(0, {"completed": 4, "pending": []}, 14.0)
     assert not watch.verdict(15.0)
+
+
+def test_l18_a_slow_start_is_no_hang():
+    watch = HangWatch(5.0, startup_s=30.0, num_ranks=2)
+    watch.note_start(0.0)
+    watch.note_progress(0, 1.0)
+    assert not watch.verdict(35.9)
+    assert "for 35 s (--hang-timeout 5 and --start-timeout 30: rank 1 never wrote anything" in watch.verdict(36.0)
+    watch.note_state(1, {"completed": 0, "pending": []}, 20.0)
+    assert not watch.verdict(24.9) and watch.verdict(25.0)
 
 
 # -- L24: leftovers --------------------------------------------------------------------------------------------------

@@ -113,9 +113,22 @@ class Channel:
         del self._unread[:offset]
         return messages
 
+    def events(self) -> int:
+        """What to poll for: something arrives, or what waits can be sent."""
+        return select.POLLIN | (select.POLLOUT if self.unsent else 0)
+
     def close(self) -> None:
         """Close this end; the other one reads None."""
         self._connection.close()
+
+
+def receive(channel: Channel) -> list[dict[str, Any]] | None:
+    """Send what waits and take what has arrived; whoever talks nonsense is treated like one who hung up: None."""
+    try:
+        channel.flush()
+        return channel.receive()
+    except (OSError, ValueError):
+        return None
 
 
 def _message(kind: int, payload: bytes) -> dict[str, Any]:

@@ -123,30 +123,41 @@ def _tensors(states: Mapping[int, RankState], num_ranks: int) -> list[str]:
 
 
 class HangWatch:
-    """Decides when a job hangs: something has been pending for so long, or for so long nothing at all has happened."""
+    """Decides when a job hangs: something has been pending for so long, or for so long nothing at all has happened.
 
-    def __init__(self, timeout_s: float) -> None:
+    *Units*: ``timeout_s``; ``startup_s``, which is allowed on top until each of ``num_ranks`` has shown life: written
+    something, called ``init()``, or ended: imports from a slow file system are no hang.
+    """
+
+    def __init__(self, timeout_s: float, startup_s: float = 0.0, num_ranks: int = 0) -> None:
         self.timeout_s = timeout_s
+        self._startup_s = startup_s
+        self._lifeless = set(range(num_ranks))
         self._progress_s = _NEVER_S
         self._ask_at_s = 0.0
         self._completed: dict[int, int] = {}
         self._oldest_since_s: dict[int, float] = {}
         self._oldest_name: dict[int, str] = {}
 
-    def note_progress(self, now_s: float) -> None:
-        """Something happened: a rank started, or wrote something."""
+    def note_start(self, now_s: float) -> None:
+        """A rank started."""
         self._progress_s = now_s
+
+    def note_progress(self, rank: int, now_s: float) -> None:
+        """A rank wrote something."""
+        self._progress_s = now_s
+        self._lifeless.discard(rank)
 
     def note_end(self, rank: int, now_s: float) -> None:
         """A rank ended."""
-        self._progress_s = now_s
+        self.note_progress(rank, now_s)
         self._oldest_since_s.pop(rank, None)
 
     def note_state(self, rank: int, waits: Mapping[str, Any], now_s: float) -> None:
         """A rank's runtime told how much it has completed and what is pending."""
         if waits["completed"] != self._completed.get(rank):
             self._completed[rank] = waits["completed"]
-            self._progress_s = now_s
+            self.note_progress(rank, now_s)
         pending = waits["pending"]
         if pending:
             name, waited_s = max(pending, key=lambda one: one[1])
@@ -171,7 +182,10 @@ class HangWatch:
             if now_s - since_s >= self.timeout_s:
                 return (f"the job hangs: {self._oldest_name[rank]} has been pending for {now_s - since_s:.0f} s "
                         f"(--hang-timeout {self.timeout_s:g}); it was ended: look at the ranks above")
-        if now_s - self._progress_s >= self.timeout_s:
-            return (f"the job hangs: no rank wrote, ended or completed anything for {now_s - self._progress_s:.0f} s "
-                    f"(--hang-timeout {self.timeout_s:g}); it was ended: look at the ranks above")
+        quiet_s = now_s - self._progress_s
+        if quiet_s >= self.timeout_s + (self._startup_s if self._lifeless else 0.0):
+            also = (f" and --start-timeout {self._startup_s:g}: {format_ranks(self._lifeless)} never wrote anything nor "
+                    "called init()" if self._lifeless and self._startup_s else "")
+            return (f"the job hangs: no rank wrote, ended or completed anything for {quiet_s:.0f} s "
+                    f"(--hang-timeout {self.timeout_s:g}{also}); it was ended: look at the ranks above")
         return ""

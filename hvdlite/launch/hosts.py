@@ -100,6 +100,8 @@ def _parse_entry(entry: str, where: str) -> list[Host]:
     address = re.fullmatch(r"\[([0-9A-Fa-f:.%a-z]*:[0-9A-Fa-f:.%a-z]*)\](?::(.*))?", rest)
     if address:
         return [Host(address[1], None if address[2] is None else _slots(address[2], entry, about), user)]
+    if re.match(r"\[[^\]]*:", rest):
+        raise ConfigError(f"{about}{entry!r} is no IPv6 address in brackets: write [fd00::1]:2")
     if rest.count(":") > 1 and "[" not in rest:
         raise ConfigError(f"{about}{entry!r} is an IPv6 address without brackets: write [{rest.rpartition(':')[0]}]:"
                           f"{rest.rpartition(':')[2] or 'slots'}")

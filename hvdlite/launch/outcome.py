@@ -168,13 +168,15 @@ class Outcome:
         return texts
 
     def _describe_starter(self) -> str:
-        lost = [end.rank for end in self.ends.values() if end.returncode is None]
-        if self.starter_returncode is not None:
-            how = describe_code(self.starter_returncode)
-            return (
-                f"hvdrun: the MPI's starter ended the job ({how}): a rank called MPI_Abort, or what the "
-                "starter wrote above tells why.")
-        return f"hvdrun: {format_ranks(lost)}: the guard was killed, and the job was ended"
+        lost = sorted((end for end in self.ends.values() if end.returncode is None), key=lambda end: end.ended_ns)
+        if self.starter_returncode is None:
+            return f"hvdrun: {format_ranks([end.rank for end in lost])}: the guard was killed, and the job was ended"
+        how = describe_code(self.starter_returncode)
+        where = f" on {lost[0].host}" if lost and lost[0].host else ""
+        first = f" (the first lost: that of rank {lost[0].rank}{where}, pid {lost[0].pid})" if lost else ""
+        return (
+            f"hvdrun: the MPI's starter ended the job ({how}): a rank called MPI_Abort, or a rank's guard was "
+            f"killed{first}; what the starter wrote above may tell why.")
 
 
 def meaning(end: RankEnd) -> list[str]:

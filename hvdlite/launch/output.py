@@ -95,6 +95,7 @@ class _Stream:
     partial: bytearray = field(default_factory=bytearray)
     frame_at_s: float = -_NEVER_S
     frame: bytes = b""
+    draws: bool = False  # whether it has written a progress bar
     file: int = -1
 
 
@@ -157,6 +158,7 @@ class Output:
         for match in _ENDS.finditer(partial, start):
             if match.group() == b"\r":
                 if match.end() == len(partial):
+                    one.draws = True
                     break  # a newline may follow
                 self._frame(rank, stream, one, bytes(partial[begin:match.start()]))
             else:
@@ -167,22 +169,29 @@ class Output:
         if len(partial) > MAX_LINE_BYTES:
             self._line(rank, stream, bytes(partial) + b"\n")
             partial.clear()
+        if one.draws and partial.strip() and self.sinks[stream].is_terminal:
+            self._show(rank, stream, bytes(partial).rstrip(b"\r"))  # the newest state is shown, not the one before it
 
     def _frame(self, rank: int, stream: int, one: _Stream, text: bytes) -> None:
         """A state of a progress bar: on a terminal it stands until the next; of a log it is a line now and then."""
         if not text.strip():
             return
-        sink = self.sinks[stream]
-        if sink.is_terminal:
-            shown = self._prefixed((rank,), stream, text)[:shutil.get_terminal_size().columns * 4]
-            sink.write(_CLEAR + shown)
-            self._transient = stream
+        one.draws = True
+        if self.sinks[stream].is_terminal:
+            self._show(rank, stream, text)
         elif self._clock() - one.frame_at_s >= FRAME_INTERVAL_S:
             one.frame_at_s = self._clock()
             one.frame = b""
             self._line(rank, stream, text + b"\n")
         else:
             one.frame = text
+
+    def _show(self, rank: int, stream: int, text: bytes) -> None:
+        """Draw an unfinished line on the terminal's last row, cut to its width, where the next one replaces it."""
+        width = shutil.get_terminal_size().columns - 1 - len(self._prefixed((rank,), stream, b"", color=False))
+        shown = text.decode("utf-8", "surrogateescape")[:max(width, 1)].encode("utf-8", "surrogateescape")
+        self.sinks[stream].write(_CLEAR + self._prefixed((rank,), stream, shown))
+        self._transient = stream
 
     def _line(self, rank: int, stream: int, line: bytes) -> None:
         tail = self.tails[rank]

@@ -15,6 +15,8 @@ from hvdlite.launch.channel import pack
 #: How long a rank may take to tell its stacks, and how long silence means that they are complete. Chosen.
 _STACKS_S = 1.0
 _QUIET_S = 0.1
+#: How long a rank that listens may take to begin, before a signal asks: native code may hold the interpreter's lock. Chosen.
+_LISTENER_S = 0.5
 _MAX_STACKS_BYTES = 1 << 20
 _NEVER_S = float("inf")
 
@@ -31,9 +33,8 @@ class RankNotes:
         self._open = {self._socket.fileno(), self._stacks_fd}
         self._unread = b""
         self._stacks, self._waits_for = b"", {}  # type: bytes, dict[str, Any]
-        self._question: dict[str, Any] = {}
-        self._has_answered = False
-        self._asked_until_s = self._quiet_at_s = _NEVER_S
+        self._listens = self._has_answered = False
+        self._asked_until_s = self._quiet_at_s = self._signal_at_s = _NEVER_S
         self._python_pid = 0
         self.rank_pid = 0
         self.is_victim = False
@@ -63,7 +64,7 @@ class RankNotes:
             return False
         if descriptor == self._stacks_fd:
             self._stacks = (self._stacks + data)[:_MAX_STACKS_BYTES]
-            self._quiet_at_s = time.monotonic() + _QUIET_S
+            self._quiet_at_s, self._signal_at_s = time.monotonic() + _QUIET_S, _NEVER_S
             return True
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
@@ -83,6 +84,8 @@ class RankNotes:
             return  # whatever a rank writes, it harms only itself
         if kind == "python":
             self._python_pid = note["pid"]
+        elif kind == notes.LISTENS:
+            self._listens = True
         elif kind == notes.VICTIM:
             self.is_victim = True
         elif kind == "waits":
@@ -92,14 +95,7 @@ class RankNotes:
     def pass_on(self, message: dict[str, Any]) -> None:
         """Say something to the rank; of ``stacks`` the answer goes to hvdrun."""
         if message["kind"] == "stacks":
-            # The rank's listener answers once the stacks are there: while they are written no thread of ours may run,
-            # because faulthandler looks at frames that it does not stop.
-            self._question = message
             self._ask()
-            return
-        self._say(message)
-
-    def _say(self, message: dict[str, Any]) -> None:
         try:
             self._socket.send(json.dumps(message).encode("ascii") + b"\n")
         except OSError:
@@ -108,30 +104,40 @@ class RankNotes:
     def _ask(self) -> None:
         self._stacks, self._waits_for, self._has_answered = b"", {}, False
         now_s = time.monotonic()
-        self._asked_until_s = now_s + _STACKS_S
+        # No Python, or none that started: there is nothing to wait for.
+        self._asked_until_s = now_s + _STACKS_S if self._python_pid else now_s
+        if self._listens:
+            self._signal_at_s, self._asked_until_s = now_s + _LISTENER_S, now_s + _LISTENER_S + _STACKS_S
+        else:
+            self._signal()
+
+    def _signal(self) -> None:
+        """Have faulthandler write the stacks. Frames that run meanwhile may change under it, so only a rank that has no
+        thread to answer, or whose interpreter is held, is asked in this way."""
+        self._signal_at_s = _NEVER_S
         if not self._python_pid:
-            self._asked_until_s = now_s  # no Python, or none that started: there is nothing to wait for
             return
         try:
             os.kill(self._python_pid, notes.STACKS_SIGNAL)
         except OSError:
-            self._asked_until_s = now_s
+            self._asked_until_s = time.monotonic()
 
     def deadline_s(self) -> float:
         """When :meth:`act_on_time` has something to do."""
-        return min(self._asked_until_s, self._quiet_at_s)
+        return min(self._asked_until_s, self._quiet_at_s, self._signal_at_s)
 
     def act_on_time(self, now_s: float) -> None:
         """Report the stacks once they are complete, or late."""
-        if self._asked_until_s == _NEVER_S or (now_s < self._asked_until_s and not (
-                self._has_answered and now_s >= self._quiet_at_s)):
-            if now_s >= self._quiet_at_s:
-                self._quiet_at_s = _NEVER_S
-                self._say(self._question)
-                self._asked_until_s = min(self._asked_until_s, now_s + 3 * _QUIET_S)
-            return
-        self._asked_until_s = self._quiet_at_s = _NEVER_S
-        self._report(kind="stacks", text=pack(self._stacks), waits=self._waits_for, state=process_state(self.rank_pid))
+        if now_s >= self._signal_at_s:
+            self._signal()
+        if self._asked_until_s == _NEVER_S:
+            self._quiet_at_s = _NEVER_S  # what came late
+        elif now_s >= self._asked_until_s or (now_s >= self._quiet_at_s and (self._has_answered or not self._listens)):
+            self._asked_until_s = self._quiet_at_s = self._signal_at_s = _NEVER_S
+            self._report(kind="stacks", text=pack(self._stacks), waits=self._waits_for, state=process_state(self.rank_pid))
+        elif now_s >= self._quiet_at_s:
+            self._quiet_at_s = _NEVER_S
+            self._asked_until_s = min(self._asked_until_s, now_s + 3 * _QUIET_S)
 
 
 def process_state(pid: int) -> str:

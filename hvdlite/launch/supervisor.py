@@ -17,28 +17,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from hvdlite.errors import format_ranks
 from hvdlite.launch.binding import num_threads, share
-from hvdlite.launch.channel import Channel, is_proof, listen, pack, proof, remove, unpack
+from hvdlite.launch.channel import Channel, listen, pack, proof, receive, remove, unpack
 from hvdlite.launch.command import StartCommand
 from hvdlite.launch.guard import BEAT_S, SILENCE_S
 from hvdlite.launch.hang import HangWatch, RankState, describe_hang
 from hvdlite.launch.job import Job
 from hvdlite.launch.outcome import Outcome, RankEnd, describe_code
 from hvdlite.launch.output import Output
-from hvdlite.launch.process import die_with_parent, signal_group
+from hvdlite.launch.process import signal_group
+from hvdlite.launch.reception import Reception
 from hvdlite.launch.remote import read_note
+from hvdlite.launch.starting import ENDING, PASSING, not_started, signals_on_pipe, start
 from hvdlite.launch.sweep import own
 
 #: How long the starter may take to end once its children have. Chosen; measured 0.01 s.
 STARTER_END_TIMEOUT_S = 5.0
 #: How long to wait for reports after SIGKILL, which only a rank stuck inside the kernel outlives. Chosen.
 ABANDON_AFTER_S = 5.0
-#: How long whoever connects may take to show the token. Chosen.
-GREETING_TIMEOUT_S = 10.0
 #: Output that nobody has read yet, beyond which ranks wait with theirs. Chosen.
 MAX_BACKLOG_BYTES = 1 << 20
 #: How long all ranks may take to tell their stacks. Chosen: a second more than a guard waits.
@@ -46,11 +45,7 @@ STACKS_TIMEOUT_S = 3.0
 #: What hvdrun exits with when the ranks cannot be started in time.
 EXIT_NOT_STARTED = 3
 
-#: Signals to hvdrun that end the job, and those that only pass. SIGQUIT asks where the ranks are.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSING = (signal.SIGUSR1, signal.SIGUSR2)
 _FOREVER_S = float("inf")
-_MAX_REFUSALS_TOLD = 5
 #: How often to look whether a remote shell has failed, while hosts are awaited. Chosen.
 LOOK_INTERVAL_S = 0.2
 
@@ -84,7 +79,7 @@ def run_job(job: Job, command: StartCommand, directory: str, *, token: str = "",
     hosts call."""
     token = token or os.urandom(16).hex()
     output = Output(job.output, job.num_ranks, job.host, job.local_rank, environ)
-    with listen(directory, token, backlog=min(job.num_ranks + 8, 4096)) as listener, _signals_on_pipe() as wakeup_fd:
+    with listen(directory, token, backlog=min(job.num_ranks + 8, 4096)) as listener, signals_on_pipe() as wakeup_fd:
         listeners = [listener, *([tcp] if tcp else [])]
         supervisor = Supervisor(job, token, listeners, wakeup_fd, output, directory)
         try:
@@ -100,15 +95,13 @@ class Supervisor:
                  directory: str = "") -> None:
         self._job = job
         self._token = token
-        self._listeners = {listener.fileno(): listener for listener in listeners}
+        self._reception = Reception(listeners, token, output.say)
         self._wakeup_fd = wakeup_fd
         self._output = output
         self._directory = directory
         self._outcome = Outcome(started_ns=time.monotonic_ns())
         self._ranks: dict[int, _Rank] = {}
         self._rank_of: dict[int, int] = {}  # descriptor of a guard's connection -> rank
-        self._strangers: dict[int, tuple[Channel, str, float, str]] = {}  # descriptor -> channel, nonce, deadline, who
-        self._num_refused = 0
         self._start_deadline_s = time.monotonic() + job.start_timeout_s
         self._term_at_s = self._kill_at_s = self._abandon_at_s = _FOREVER_S
         self._countdown_at_s = _FOREVER_S
@@ -119,14 +112,14 @@ class Supervisor:
         self._states: dict[int, RankState] = {}
         self._stacks_by_s = _FOREVER_S
         self._ends_with_stacks = ""
-        self._hang = HangWatch(job.hang_timeout_s)
+        self._hang = HangWatch(job.hang_timeout_s, job.start_timeout_s, job.num_ranks)
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
 
     def run(self, command: StartCommand) -> Outcome:
         """Start, watch until every rank has ended, and let the starter end."""
         try:
-            self._starter = _start(command, self._job)
+            self._starter = start(command)
         except OSError as reason:
             self._fail(f"starter: {command.argv[0]} cannot be run: {reason.strerror}", 2)
             return self._outcome
@@ -155,11 +148,9 @@ class Supervisor:
     # -- what to wait for --------------------------------------------------------------------------------------
 
     def _set_interests(self) -> None:
-        wanted = dict.fromkeys([*self._listeners, self._wakeup_fd], select.POLLIN)
+        wanted = {self._wakeup_fd: select.POLLIN, **self._reception.descriptors()}
         for descriptor in self._rank_of:
-            wanted[descriptor] = select.POLLIN | self._unsent_event(self._ranks[self._rank_of[descriptor]].channel)
-        for descriptor, (channel, *_) in self._strangers.items():
-            wanted[descriptor] = select.POLLIN | self._unsent_event(channel)
+            wanted[descriptor] = self._ranks[self._rank_of[descriptor]].channel.events()
         if self._stdin_open and self._takes_input():
             wanted[0] = select.POLLIN
         for sink in self._output.sinks.values():
@@ -171,10 +162,6 @@ class Supervisor:
             if self._polled.get(descriptor) != events:
                 self._poll.register(descriptor, events)
         self._polled = wanted
-
-    @staticmethod
-    def _unsent_event(channel: Channel) -> int:
-        return select.POLLOUT if channel.unsent else 0
 
     def _takes_input(self) -> bool:
         targets = self._input_ranks()
@@ -188,14 +175,13 @@ class Supervisor:
         return [rank for rank in wanted if rank not in self._outcome.ends]
 
     def _serve(self, descriptor: int, events: int) -> None:
-        if descriptor in self._listeners:
-            self._accept(self._listeners[descriptor])
+        if descriptor in self._reception.descriptors():
+            if guard := self._reception.serve(descriptor):
+                self._welcome(*guard)
         elif descriptor == self._wakeup_fd:
             self._take_signals(descriptor)
         elif descriptor in self._rank_of:
             self._hear(self._rank_of[descriptor])
-        elif descriptor in self._strangers:
-            self._greet(descriptor)
         elif events & select.POLLOUT or descriptor != 0:
             for sink in self._output.sinks.values():
                 if sink.descriptor == descriptor:
@@ -205,31 +191,8 @@ class Supervisor:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, address = listener.accept()
-        except OSError:
-            return  # it has gone again
-        who = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
-        channel, nonce = Channel(connection), os.urandom(16).hex()
-        self._strangers[connection.fileno()] = (channel, nonce, time.monotonic() + GREETING_TIMEOUT_S, who)
-        try:
-            channel.send({"kind": "challenge", "nonce": nonce})
-        except OSError:
-            pass  # its end of the socket says so next
-
-    def _greet(self, descriptor: int) -> None:
-        """Take a new guard's first message; whoever cannot show the token, or is no rank of ours, is hung up on."""
-        channel, nonce, _, who = self._strangers[descriptor]
-        hellos = _receive(channel)
-        if hellos == []:
-            return  # not complete yet
-        del self._strangers[descriptor]
-        hello = hellos[0] if hellos else {}
-        if hello.get("kind") != "hello" or not is_proof(hello.get("proof"), self._token, "guard", nonce, hello.get("rank")):
-            channel.close()
-            self._refuse(who, "cannot show this job's token")
-            return
+    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
+        """Give a guard that has shown the token its rank's job."""
         text = str(hello.get("rank", ""))
         rank = int(text) if text.isdecimal() and int(text) < self._job.num_ranks else None
         if rank is None or rank in self._ranks:
@@ -239,11 +202,10 @@ class Supervisor:
                 "it does not belong to mpi4py's MPI, or tells ranks in a way hvdrun does not know", 2)
             return
         channel.trusted = True
-        now_s = time.monotonic()
         host = self._job.host(rank) or (str(hello.get("host")) if self._job.is_remote else "")
         offset_ns = time.monotonic_ns() - hello["now_ns"] if self._job.is_remote and isinstance(hello.get("now_ns"), int) else 0
-        self._ranks[rank] = _Rank(channel, host, offset_ns, now_s)
-        self._rank_of[descriptor] = rank
+        self._ranks[rank] = _Rank(channel, host, offset_ns, time.monotonic())
+        self._rank_of[channel.fileno()] = rank
         local_rank, local_size = self._job.local_rank(rank), self._job.local_size(rank)
         cpus = [cpu for cpu in hello.get("cpus", ()) if isinstance(cpu, int)]
         environment = dict(self._job.environment)
@@ -267,15 +229,9 @@ class Supervisor:
             return signal.SIGKILL
         return signal.SIGTERM if self._kill_at_s != _FOREVER_S else 0
 
-    def _refuse(self, who: str, why: str) -> None:
-        self._num_refused += 1
-        if self._num_refused <= _MAX_REFUSALS_TOLD:
-            last = "; further ones are not told" if self._num_refused == _MAX_REFUSALS_TOLD else ""
-            self._output.say(f"hvdrun: warning: connection from {who} refused: it {why}: the job goes on{last}")
-
     def _hear(self, rank: int) -> None:
         channel = self._ranks[rank].channel
-        messages = _receive(channel)
+        messages = receive(channel)
         if messages is None:
             self._lose(rank)
         for message in messages or ():
@@ -290,13 +246,13 @@ class Supervisor:
         if kind == "data":
             self._output.take(rank, message["stream"], message["data"])
             one.owed_bytes += len(message["data"])
-            self._hang.note_progress(time.monotonic())
+            self._hang.note_progress(rank, time.monotonic())
         elif kind == "started":
             one.pid = int(message["pid"])
-            self._hang.note_progress(time.monotonic())
+            self._hang.note_start(time.monotonic())
         elif kind == "not_started":
             self._end(RankEnd(rank, 0, None, time.monotonic_ns(), host=one.host))
-            self._fail(*_not_started(message, self._job))
+            self._fail(*not_started(message, self._job))
         elif kind == "ended":
             pid, one.pid = one.pid, 0
             self._output.end_rank(rank)
@@ -343,7 +299,7 @@ class Supervisor:
         for number in os.read(wakeup_fd, 512):
             if number == signal.SIGCHLD:
                 self._reap_starter()
-            elif number in _PASSING:
+            elif number in PASSING:
                 self._signal_ranks(number)
             elif number == signal.SIGQUIT:
                 self._ask_for_stacks("")
@@ -414,10 +370,7 @@ class Supervisor:
         self._check_start(now_s)
         if self._job.is_remote:
             self._check_beats(now_s)
-        for descriptor in [one for one, (_, _, deadline_s, _) in self._strangers.items() if now_s >= deadline_s]:
-            channel, _, _, who = self._strangers.pop(descriptor)
-            channel.close()
-            self._refuse(who, f"said nothing for {GREETING_TIMEOUT_S:g} s")
+        self._reception.act_on_time(now_s)
         self._check_hang(now_s)
         if now_s >= self._countdown_at_s:
             self._count_down(now_s)
@@ -517,7 +470,7 @@ class Supervisor:
             deadlines.append(self._kill_at_s)
         if len(self._ranks) < self._job.num_ranks and not self._outcome.error:
             deadlines.append(min(self._start_deadline_s, self._next_look_s) if self._job.is_remote else self._start_deadline_s)
-        deadlines += [deadline_s for _, _, deadline_s, _ in self._strangers.values()]
+        deadlines.append(self._reception.deadline_s())
         first_s = min(deadlines)
         return None if first_s == _FOREVER_S else max(0.0, first_s - time.monotonic())
 
@@ -561,66 +514,10 @@ class Supervisor:
             """Wait; a person who asks a second time for the end need not read the rest."""
             if not select.select([self._wakeup_fd], [], [], seconds)[0]:
                 return False
-            numbers = [number for number in os.read(self._wakeup_fd, 512) if number in _ENDING]
+            numbers = [number for number in os.read(self._wakeup_fd, 512) if number in ENDING]
             again = bool(numbers) and bool(self._outcome.interrupted_by)
             if numbers and not self._outcome.interrupted_by and not self._outcome.error:
                 self._outcome.interrupted_by = numbers[0]
             return again
 
         self._output.finish(interrupted)
-
-
-def _start(command: StartCommand, job: Job) -> subprocess.Popen[bytes]:
-    environment = {os.fsencode(name): os.fsencode(value) for name, value in command.environment.items()}
-    own = {os.fsencode(name): os.fsencode(value) for name, value in command.own_environment.items()}
-    hvdrun_pid = os.getpid()
-    return subprocess.Popen(
-        command.argv,
-        env={**own, **environment, **command.caller, **own},  # its own first: Hydra 5.0 does not hand the last one on
-        stdin=subprocess.DEVNULL,  # a starter reads it for rank 0, and so eats the input of a surrounding shell loop
-        start_new_session=True,  # a terminal's Ctrl-C reaches hvdrun only, which passes it on in order
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM, hvdrun_pid))
-
-
-def _receive(channel: Channel) -> list[dict[str, Any]] | None:
-    try:
-        channel.flush()
-        return channel.receive()
-    except (OSError, ValueError):
-        return None  # whoever talks nonsense is treated like one who hung up
-
-
-def _not_started(message: dict[str, Any], job: Job) -> tuple[str, int]:
-    """Word the error, and choose the code, that a shell gives when it cannot run a command."""
-    program, what = os.fsdecode(job.argv[0]), unpack(message["what"])
-    if what == job.directory and what != job.argv[0]:
-        return f"directory {os.fsdecode(what)!r} cannot be entered: {message['text']}: start hvdrun elsewhere", 126
-    if isinstance(message["errno"], int) and message["errno"] in _NOT_FOUND:
-        return f"command {program!r} not found: no such program on the PATH: check its spelling or give its path", 127
-    return f"command {program!r} cannot be run: {message['text']}: is it an executable file, with a #! line?", 126
-
-
-_NOT_FOUND = frozenset((2, 20))  # ENOENT, ENOTDIR
-
-
-@contextmanager
-def _signals_on_pipe() -> Iterator[int]:
-    """Signals of this process as bytes on a pipe; a signal that was ignored (nohup) stays so."""
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(write_fd, False)
-    old_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    caught = (signal.SIGCHLD, *_ENDING, *_PASSING, signal.SIGQUIT)
-    numbers = [n for n in caught if n == signal.SIGCHLD or signal.getsignal(n) != signal.SIG_IGN]
-    old = {number: signal.signal(number, _note) for number in numbers}
-    try:
-        yield read_fd
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_fd)
-        os.close(read_fd)
-        os.close(write_fd)
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    """Do nothing: that a handler exists makes Python write the number to the pipe."""
