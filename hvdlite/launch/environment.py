@@ -98,6 +98,11 @@ def for_another_host(environment: Mapping[bytes, bytes], named: Iterable[bytes] 
     return {name: value for name, value in environment.items() if name not in _OF_THIS_HOST or name in set(named)}
 
 
+def of_this_host(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """What describes this host: its programs get it, those of other hosts do not."""
+    return {name: value for name, value in environment.items() if name in _OF_THIS_HOST}
+
+
 def with_startup(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """With the directory whose sitecustomize the first Python of each rank runs, and which it takes out again."""
     path = [os.fsencode(_OWN_STARTUP), *filter(None, [environment.get(b"PYTHONPATH")])]

@@ -32,6 +32,7 @@ from hvdlite.launch.environment import (
     for_another_host,
     is_secret,
     job_environment,
+    of_this_host,
     with_horovod_alias,
     without_outer_job,
 )
@@ -91,8 +92,9 @@ class Planned:
                     listener.close()
 
     def _starter_environment(self, environment: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        """What the starter gets: the job's, and what ssh needs to show who the user is."""
-        return {**environment, **{name: value for name, value in self.caller.items() if name.startswith(b"SSH_")}}
+        """What the starter gets: the job's, what ssh needs to show who the user is, and what is true of this host only."""
+        return {**of_this_host(os.environb), **environment,
+                **{name: value for name, value in self.caller.items() if name.startswith(b"SSH_")}}
 
     def _own_address(self) -> tuple[str, str]:
         """The address that other hosts are told, and the one to listen at: the same where all are in one network."""
