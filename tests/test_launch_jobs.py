@@ -192,8 +192,10 @@ time.sleep(60)"""
 
 
 def test_l4_nothing_is_left_when_a_guard_is_killed():
-    with _Job("L4g", f"{HERE}\ntime.sleep(60)", "--grace", "1") as job:
-        guards = [pid for pid in _living(job.mark) if b"guard.py" in open(f"/proc/{pid}/cmdline", "rb").read().split(b"\0")[3]]
+    code = f"import subprocess\nchild = subprocess.Popen(['sleep', '60'])\n{HERE}\ntime.sleep(60)"
+    with _Job("L4g", code, "--grace", "1") as job:
+        words = {pid: open(f"/proc/{pid}/cmdline", "rb").read().split(b"\0") for pid in _living(job.mark)}
+        guards = [pid for pid, argv in words.items() if argv[3:] and argv[3].endswith(b"/guard.py")]
         assert len(guards) == 2
         os.kill(guards[0], signal.SIGKILL)
         job.end(15)
@@ -648,9 +650,14 @@ def test_l23_the_launcher_is_light_and_adds_under_half_a_second():
 def test_l24_shared_memory_of_a_killed_job_is_swept_by_the_next():
     code = "import os, time, hvdlite as h; h.init(); h.barrier(); os.write(1, b'here\\n'); time.sleep(60)"
     with _Job("L24", code) as job:
-        claims = [name for name in os.listdir("/dev/shm") if name.startswith("hvdlite-")]
-        _wait_until(lambda: any(name.startswith("hvdlite-") for name in os.listdir("/dev/shm")), 5)
-        claims = {name for name in os.listdir("/dev/shm") if name.startswith("hvdlite-")}
+        (job_id,) = {word.removeprefix(b"HVDLITE_JOB=").decode() for pid in _living(job.mark)
+                     for word in open(f"/proc/{pid}/environ", "rb").read().split(b"\0") if word.startswith(b"HVDLITE_JOB=")}
+
+        def its_claims():
+            return {name for name in os.listdir("/dev/shm") if name.startswith(f"hvdlite-{job_id}")}
+
+        _wait_until(its_claims, 5)
+        claims = its_claims()
         segments = {line.strip() for name in claims for line in open(f"/dev/shm/{name}")}
         for pid in [job.process.pid, *_living(job.mark)]:
             with contextlib.suppress(ProcessLookupError):

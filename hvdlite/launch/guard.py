@@ -32,7 +32,7 @@ from hvdlite.launch.binding import find_gpus, gpu_of
 from hvdlite.launch.channel import Channel, connect, connect_tcp, is_proof, pack, proof, remove, unpack
 from hvdlite.launch.environment import CONTACT, rank_environment
 from hvdlite.launch.oom import num_oom_kills
-from hvdlite.launch.process import die_with_parent, signal_group
+from hvdlite.launch.process import GroupWatch, die_with_parent, signal_group
 from hvdlite.launch.rank_notes import RankNotes
 from hvdlite.launch.sweep import claim_path, mapped_segments, release_claim, update_claim
 
@@ -77,6 +77,7 @@ class Guard:
         self._stdin_fd, self._stdin, self._stdin_ended = -1, bytearray(), False
         self._under_way = 0
         self._notes: RankNotes | None = None
+        self._watch_group: GroupWatch | None = None
         self._oom_kills = 0
         self._claim, self._segments = "", set[str]()
         self._claims_at_s, self._claim_pause_s = _NEVER_S, _FIRST_CLAIM_S
@@ -217,6 +218,10 @@ class Guard:
             for descriptor in rank_ends:
                 os.close(descriptor)
         self._pid = self._process.pid
+        try:
+            self._watch_group = GroupWatch(self._pid)
+        except OSError:
+            pass  # a host without a shell: should this guard be killed, its rank ends, but not what that has started
         self._notes.rank_pid = self._pid
         self._claim = claim_path(environment.get(b"HVDLITE_JOB", b"").decode("ascii", "replace"), job["rank"])
         self._claims_at_s = time.monotonic() + _FIRST_CLAIM_S
@@ -241,6 +246,8 @@ class Guard:
             # Before reaping: until then no other process can have this group's number.
             signal_group(process.pid, signal.SIGKILL)
         self._process = None
+        if self._watch_group is not None:
+            self._watch_group.end()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         self._drain_outputs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 
 _PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,3 +36,33 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+class GroupWatch:
+    """Kills a process group should this process die without saying otherwise, as it may by SIGKILL.
+
+    The kernel kills a child with its parent, but not what the child has started. So a shell, the smallest program at hand,
+    waits at a pipe whose other end only this process holds. It has nothing of ours open besides, and a session of its own,
+    so that no starter takes it for one of its processes. Raises: OSError where there is no /bin/sh.
+    """
+
+    def __init__(self, group: int) -> None:
+        read_fd, self._write_fd = os.pipe()
+        try:
+            self._shell = subprocess.Popen(
+                ["/bin/sh", "-c", "read -r said || kill -s KILL -- -$1", "hvdrun-watch", str(group)], env={}, cwd="/",
+                stdin=read_fd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        except OSError:
+            os.close(self._write_fd)
+            raise
+        finally:
+            os.close(read_fd)
+
+    def end(self) -> None:
+        """Let the group be."""
+        try:
+            os.write(self._write_fd, b"\n")
+        except OSError:
+            pass  # somebody killed the shell
+        os.close(self._write_fd)
+        self._shell.wait()
