@@ -138,6 +138,7 @@ def test_l1_l2_l3_a_failure_ends_all_in_time_with_its_code_and_cause(mode):
         # One second to unwind, two of grace, one for the ends themselves.
         assert took_s < 4 and not orphans, (took_s, orphans)
         assert re.search(r"rank 1 \(pid \d+\) failed first", done.stderr) and says in done.stderr, done.stderr
+        assert "BAD TERMINATION" not in done.stdout + done.stderr  # the starter's own guess at what happened
 
 
 def test_l1_a_rank_that_raises_after_mpi_was_initialised_by_others_does_not_hang_in_finalize():

@@ -226,8 +226,8 @@ def find(patients: Sequence[Patient], pairs: dict[tuple[str, str], dict[str, Any
     rates = [result["bytes_per_s"] for result in pairs.values() if "bytes_per_s" in result]
     for (sender, receiver), result in pairs.items():
         if "error" in result:
-            via = result["via"] or "(no route)"
-            findings.append(f"{sender} -> {receiver}: cannot connect from interface {via}: {result['error']}: "
+            via = f"from interface {result['via']}" if result["via"] else "(no route)"
+            findings.append(f"{sender} -> {receiver}: cannot connect {via}: {result['error']}: "
                             f"open the firewall between them, or name another interface: --network-interfaces")
         elif result["bytes_per_s"] < SLOW_SHARE * max(rates):
             findings.append(f"{sender} -> {receiver}: {_rate(result['bytes_per_s'])} over {result['via']}, the fastest pair has "

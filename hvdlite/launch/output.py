@@ -285,7 +285,10 @@ class Output:
 
     def say(self, text: str) -> None:
         """A line of hvdrun's own, on standard error."""
-        data = text.encode("utf-8", "backslashreplace") + b"\n"
+        self.say_bytes(text.encode("utf-8", "backslashreplace") + b"\n")
+
+    def say_bytes(self, data: bytes) -> None:
+        """What a program of hvdrun's own says, on standard error, as it comes."""
         if self._transient is not None:
             data, self._transient = _CLEAR + data, None
         self.sinks[2].write(data)

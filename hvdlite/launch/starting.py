@@ -22,16 +22,19 @@ _NOT_FOUND = frozenset((2, 20))  # ENOENT, ENOTDIR
 
 
 def start(command: StartCommand) -> subprocess.Popen[bytes]:
-    """Start the starter. Raises: OSError."""
+    """Start the starter; what it says itself comes on its ``stdout``. Raises: OSError."""
     environment = {os.fsencode(name): os.fsencode(value) for name, value in command.environment.items()}
     own = {os.fsencode(name): os.fsencode(value) for name, value in command.own_environment.items()}
     hvdrun_pid = os.getpid()
-    return subprocess.Popen(
-        command.argv,
+    process = subprocess.Popen(
+        command.argv, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**own, **environment, **command.caller, **own},  # its own first: Hydra 5.0 does not hand the last one on
         stdin=subprocess.DEVNULL,  # a starter reads it for rank 0, and so eats the input of a surrounding shell loop
         start_new_session=True,  # a terminal's Ctrl-C reaches hvdrun only, which passes it on in order
         preexec_fn=lambda: die_with_parent(signal.SIGTERM, hvdrun_pid))
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    return process
 
 
 def not_started(message: dict[str, Any], job: Job) -> tuple[str, int]:

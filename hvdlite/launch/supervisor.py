@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -99,6 +98,7 @@ class Supervisor:
         self._wakeup_fd = wakeup_fd
         self._output = output
         self._directory = directory
+        self._starter_fd = -1
         self._outcome = Outcome(started_ns=time.monotonic_ns())
         self._ranks: dict[int, _Rank] = {}
         self._rank_of: dict[int, int] = {}  # descriptor of a guard's connection -> rank
@@ -123,6 +123,8 @@ class Supervisor:
         except OSError as reason:
             self._fail(f"starter: {command.argv[0]} cannot be run: {reason.strerror}", 2)
             return self._outcome
+        assert self._starter.stdout is not None
+        self._starter_fd = self._starter.stdout.fileno()
         while not self._is_over():
             self._turn(self._timeout_s())
         self._let_go()
@@ -149,6 +151,8 @@ class Supervisor:
 
     def _set_interests(self) -> None:
         wanted = {self._wakeup_fd: select.POLLIN, **self._reception.descriptors()}
+        if self._starter_fd >= 0:
+            wanted[self._starter_fd] = select.POLLIN
         for descriptor in self._rank_of:
             wanted[descriptor] = self._ranks[self._rank_of[descriptor]].channel.events()
         if self._stdin_open and self._takes_input():
@@ -178,6 +182,8 @@ class Supervisor:
         if descriptor in self._reception.descriptors():
             if guard := self._reception.serve(descriptor):
                 self._welcome(*guard)
+        elif descriptor == self._starter_fd:
+            self._hear_starter()
         elif descriptor == self._wakeup_fd:
             self._take_signals(descriptor)
         elif descriptor in self._rank_of:
@@ -320,6 +326,18 @@ class Supervisor:
                 f"hvdrun: SIGINT was passed on; the ranks have {left_s:g} s to end (Ctrl-C again ends them now)".replace(
                     f"{left_s:g}", f"{left_s:.0f}"))
             self._countdown_at_s = time.monotonic() + 1
+
+    def _hear_starter(self, is_told: bool = True) -> None:
+        """Pass on what the starter says itself."""
+        while self._starter_fd >= 0:
+            try:
+                data = os.read(self._starter_fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self._starter_fd = -1  # its last process has closed it; the Popen closes this end
+            elif is_told:
+                self._output.say_bytes(data)
 
     def _reap_starter(self) -> None:
         if self._starter.poll() is None or self._outcome.starter_returncode is not None:
@@ -501,11 +519,20 @@ class Supervisor:
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             if number:
                 signal_group(self._starter.pid, number)
-            try:
-                self._outcome.starter_returncode = self._starter.wait(STARTER_END_TIMEOUT_S)
-                return
-            except subprocess.TimeoutExpired:
-                continue
+            if self._await_starter(time.monotonic() + STARTER_END_TIMEOUT_S):
+                break
+        assert self._starter.stdout is not None
+        self._starter.stdout.close()
+
+    def _await_starter(self, deadline_s: float) -> bool:
+        """Wait for its end. What it then says of ranks that ended otherwise than it likes, the box says better."""
+        is_told = self._outcome.cause is None
+        while (code := self._starter.poll()) is None and time.monotonic() < deadline_s:
+            self._hear_starter(is_told)
+            time.sleep(0.002)
+        self._hear_starter(is_told)
+        self._outcome.starter_returncode = code
+        return code is not None
 
     def _close_output(self) -> None:
         self._output.emit_rest(self._outcome.told_otherwise)
