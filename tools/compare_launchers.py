@@ -180,8 +180,8 @@ def launchers(names: list[str]) -> dict[str, Callable[..., list[str]]]:
     known: dict[str, Callable[..., list[str]]] = {
         "hvdrun": lambda *words: [python, "-m", "hvdlite.launch", "-np", str(NUM_RANKS), "--grace", f"{GRACE_S:g}", *words],
         "mpiexec": lambda *words: [str(mpiexec), *options, "-n", str(NUM_RANKS), *words],
-        "torchrun": lambda *words: [python, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS), "--master-port",
-                                    "0", "--no-python", *words],
+        "torchrun": lambda *words: [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                                    str(NUM_RANKS), "--no-python", *words],
     }
     for name in names:
         if name not in known:
