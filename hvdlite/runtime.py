@@ -200,7 +200,7 @@ class Runtime:
 
         Raises: ConfigError where it cannot be made.
         """
-        self.background.marks_cycles = mark_cycles or self.config.timeline_mark_cycles
+        self.background.recording.marks_cycles = mark_cycles or self.config.timeline_mark_cycles
         if os.path.isdir(path) or path.endswith(os.sep):
             self._change_timeline(RingTimeline, lambda: ring_of(self.config, path, self.topology.rank, self.topology.size))
         elif self.topology.rank == 0:
@@ -221,8 +221,8 @@ class Runtime:
 
     def _change_timeline(self, kind: type, make: Callable[[], Timeline] | None) -> None:
         """Replace what is recorded into of this kind by what ``make`` makes, or by nothing."""
-        old = [one for one in _parts(self.background.timeline) if isinstance(one, kind)]
-        rest = [one for one in _parts(self.background.timeline) if not isinstance(one, kind)]
+        old = [one for one in _parts(self.background.recording.timeline) if isinstance(one, kind)]
+        rest = [one for one in _parts(self.background.recording.timeline) if not isinstance(one, kind)]
         if old:
             # First finished, because it may be the same file that is made anew.
             self._record_into(rest, old)
@@ -233,8 +233,8 @@ class Runtime:
         """Record into these from now on, and finish others; wait until it is so."""
         background = self.background
         rings = [one for one in timelines if isinstance(one, RingTimeline)]
-        clocks = background.clocks
-        if rings != [one for one in _parts(background.timeline) if isinstance(one, RingTimeline)]:
+        clocks = background.recording.clocks
+        if rings != [one for one in _parts(background.recording.timeline) if isinstance(one, RingTimeline)]:
             if clocks.is_recording:
                 finished = [*finished, clocks]
             clocks = self._rings_for(rings[0]) if rings else NullTimeline()

@@ -16,7 +16,7 @@ LAYERS = [
      "timeline.ring", "timeline.export", "timeline.live", "timeline", "bucket_size"},
     {"tensor_queue", "negotiation", "response_cache", "stall"},
     {"control", "dataplane", "compression", "collectives"},
-    {"background", "runtime", "process_set", "process_end", "watch"},
+    {"recording", "background", "runtime", "process_set", "process_end", "watch"},
     {"adapters", "submission", "objects", "membership", "optimizer", "compressor", "api", "torch"},
     {"", "as_horovod", "launch", "timeline.cli"},
 ]
