@@ -17,10 +17,12 @@ from ranks import ROOT, hvdrun, run_ranks
 from hvdlite.collectives import auto
 from hvdlite.collectives.measure import time_ways
 from hvdlite.compressor import Compression, compressed_allreduce
+from hvdlite.config import Config
 from hvdlite.errors import ConfigError
 from hvdlite.message import Collective, ReduceOp
+from hvdlite.runtime import ring_of
 from hvdlite.submission import Submission
-from hvdlite.timeline import cli
+from hvdlite.timeline import cli, earlier
 from hvdlite.timeline.job import load_job
 from hvdlite.timeline.live import LiveTimeline
 from hvdlite.timeline.phase import LANES, Phase, lane
@@ -220,3 +222,79 @@ def test_what_auto_tries_out_is_not_recorded_as_if_the_job_had_done_it(tmp_path,
         assert phases.count(Phase.BUCKET) == 2
         assert phases.count(Phase.MPI_ALLREDUCE) + phases.count(Phase.QUANTIZED_ALLREDUCE) <= 2
         assert phases.count(Phase.MEMCPY_IN_FUSION_BUFFER) <= 2
+
+
+# Earlier recordings
+
+
+AGAIN = """
+import sys
+import hvdlite as h, numpy as np
+for steps in map(int, sys.argv[1:]):
+    h.init()
+    for i in range(steps):
+        h.allreduce(np.ones(10), name='x')
+        h.mark_step()
+    h.shutdown()
+"""
+
+
+def test_a_second_job_or_init_in_the_same_directory_moves_what_is_there_aside_and_says_where(tmp_path):
+    rings = tmp_path / "rings"
+
+    def steps_in(directory):
+        return [rank.of(Phase.STEP)["count"].tolist() for rank in load_job(directory).ranks]
+
+    first = hvdrun(3, sys.executable, "-c", AGAIN, 4, options=["--timeline", rings])
+    assert first.returncode == 0 and "is in" not in first.stderr, first.stderr
+    merged = (rings / "merged.json").read_text()
+    done = hvdrun(2, sys.executable, "-c", AGAIN, 5, 6, options=["--timeline", rings])  # of fewer ranks, and twice
+    assert done.returncode == 0, done.stderr
+    earlier = sorted((rings / "earlier").iterdir(), key=lambda one: one.stat().st_mtime)
+    assert done.stderr.count("the recording that was in it is in") == 2 and all(str(one) in done.stderr for one in earlier)
+    assert [steps_in(one) for one in (*earlier, rings)] == [[[*range(4)]] * 3, [[*range(5)]] * 2, [[*range(6)]] * 2]
+    assert (earlier[0] / "merged.json").read_text() == merged
+    # A short job leaves short files: what was reserved goes back.
+    assert sum(path.stat().st_size for path in rings.rglob("*.hvdring")) < 1e6
+    # Brought together by hand, they are told apart.
+    for path in earlier[1].glob("ring-00001-*"):
+        shutil.copy(path, rings)
+    with pytest.raises(TimelineError, match=f"rings of two jobs.*{earlier[1].name}"):
+        load_job(rings)
+
+
+def test_recording_twice_into_one_directory_at_run_time_keeps_both(tmp_path):
+    def body(rank):
+        for count in (3, 5):
+            rank.runtime.start_timeline(f"{tmp_path}{os.sep}", False)
+            for _ in range(count):
+                rank.allreduce(np.ones(4), name="x")
+            rank.runtime.stop_timeline()
+
+    run_ranks(2, body)
+    (earlier,) = (tmp_path / "earlier").iterdir()
+    counts = [[len(rank.of(Phase.BUCKET)) for rank in load_job(one).ranks] for one in (earlier, tmp_path)]
+    assert counts == [[3, 3], [5, 5]]
+
+
+def test_a_ring_that_does_not_tell_its_job_and_one_whose_name_would_lead_astray_are_kept_too(tmp_path):
+    for number, content in enumerate(("no ring", json.dumps({"job": "../../out"}), json.dumps({"job": ""}))):
+        path = tmp_path / f"ring-0000{number}-background.hvdring"
+        path.write_text(content)
+        folder = earlier.put_aside(path)
+        assert folder.parent == tmp_path / "earlier" and folder.name.startswith("unknown-")
+        assert (folder / path.name).read_text() == content and not path.exists()
+    assert earlier.put_aside(path) is None
+
+
+def test_an_earlier_recording_that_cannot_be_moved_is_told_and_left_alone(tmp_path):
+    ring(tmp_path).span(Phase.QUEUE, "t", 1, 2)
+    (tmp_path / "earlier").write_text("a file")
+    with pytest.raises(ConfigError, match=r"can't be moved aside.*name another directory"):
+        ring_of(Config(), str(tmp_path), 0, 1, "job")
+    assert len(read_ring(tmp_path / "ring-00000-background.hvdring").records) == 1
+
+
+def test_the_end_of_a_job_that_recorded_nothing_is_a_warning_and_no_failure(tmp_path):
+    done = hvdrun(2, sys.executable, "-c", AGAIN, 3, options=["--timeline", tmp_path, "--timeline-steps", "100:110"])
+    assert done.returncode == 0 and "no merged.json was written" in done.stderr, done.stderr

@@ -7,7 +7,8 @@ operation's number is the same on every rank; 0 is none. Names lie beside it in 
 line: a string is the next name, an object says more about the name whose number is under "name". Both are appended
 before first use.
 *Guarantees*: bounded; no writer thread; what was written survives SIGKILL of the process. A record is written
-as: sequence word 0, payload, sequence word; a reader drops what is torn, and counts it.
+as: sequence word 0, payload, sequence word; a reader drops what is torn, and counts it. What lies in a ring's place from
+an earlier recording is moved, never overwritten: see ``earlier``.
 *Threads*: one writer per ring.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hvdlite.errors import ConfigError
+from hvdlite.timeline import earlier
 from hvdlite.timeline.phase import Phase
 
 HEADER_BYTES = 4096
@@ -117,18 +119,18 @@ class RingTimeline:
         self._ids: dict[str, int] = {}
         self._about: dict[str, Any] = {}
         self._num_lines = 0
+        #: The recording's name, as ``facts`` tell it.
+        self.job = str((facts or {}).get("job", ""))
         header = dict(magic=MAGIC, rank=rank, size=size, thread=thread, capacity=self._capacity, pid=os.getpid(),
                       host=socket.gethostname(), clock=clock_identity(), **time_of_day()._asdict(), **(facts or {}))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # New files, not the old ones emptied: whoever reads those goes on with what they were.
-            for old in (self.path, Path(f"{self.path}.names")):
-                old.unlink(missing_ok=True)
-            self._names = open(f"{self.path}.names", "w", encoding="ascii")
-            with open(self.path, "w+b") as file:
-                # Reserved now: a full disk is an error here and not a SIGBUS later.
-                os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + self._capacity * RECORD.size)
-                self._memory = mmap.mmap(file.fileno(), 0)
+            earlier.put_aside(self.path)
+            self._names = open(f"{self.path}.names", "x", encoding="ascii")
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            # Reserved now: a full disk is an error here and not a SIGBUS later.
+            os.posix_fallocate(self._file, 0, HEADER_BYTES + self._capacity * RECORD.size)
+            self._memory = mmap.mmap(self._file, 0)
         except OSError as reason:
             raise ConfigError(f"timeline {self.path}: {reason}: name a directory this rank may write to") from reason
         self._words = memoryview(self._memory).cast("Q")
@@ -177,6 +179,9 @@ class RingTimeline:
         self._names.close()
         self._words.release()
         self._memory.close()
+        if self._count < self._capacity:  # what was reserved and not needed goes back; by number, for the file may have moved
+            os.ftruncate(self._file, HEADER_BYTES + self._count * RECORD.size)
+        os.close(self._file)
 
     def _intern(self, name: str) -> int:
         if len(self._ids) >= MAX_NAMES:

@@ -110,10 +110,10 @@ def read_directory(directory: Path | str, *, newest: int | None = None) -> list[
     if not paths:
         raise TimelineError(f"{directory}: no ring file in it: record with hvdrun --timeline DIR")
     rings = [read_ring(path, newest=newest) for path in paths]
-    sizes = {ring.header["size"]: ring.header["rank"] for ring in rings}
-    if len(sizes) > 1:
-        told = ", ".join(f"that of rank {rank} is of {size} ranks" for size, rank in sorted(sizes.items()))
-        raise TimelineError(f"{directory}: rings of two jobs: {told}: record each job into a directory of its own")
+    jobs = {(ring.header.get("job", ""), ring.header["size"]): ring.header["rank"] for ring in rings}
+    if len(jobs) > 1:
+        told = ", ".join(f"that of rank {rank} is of job {job!r} of {size} ranks" for (job, size), rank in sorted(jobs.items()))
+        raise TimelineError(f"{directory}: rings of two jobs: {told}: leave those of one job here, and move the others away")
     return rings
 
 
