@@ -270,10 +270,13 @@ class Background:
         self._awaited_since = 0.0
         waited_s = 0.0 if self._must_exchange else time.monotonic() - self._progress_s
         agreed = self._control.agree(bits, 1 + 2 * num_words, self._pause, waited_s)
+        if self.recording.asleep_ns:
+            self.recording.awake()
         return agreed & _STATUS ^ _STATUS, agreed >> 64 & full, agreed >> (64 + width) ^ full
 
     def _exchange(self) -> int:
         """Send all pending requests to rank 0, apply its Agreement, return what is ready."""
+        self.recording.settle()
         self._must_exchange = False
         now_ns = time.monotonic_ns()
         entries = list(self._pending.values())
@@ -326,20 +329,23 @@ class Background:
         recording = self.recording
         is_recording = recording.is_recording
         if is_recording:
-            recording.negotiation(plan, entries, start_ns, self._num_plans, first)
+            recording.negotiation(plan, start_ns, self._num_plans, first)
         self.slots.touch(plan.slots)  # before the handles: what follows them delays the threads they wake
         for number, bucket in enumerate(plan.buckets, first):
             key = bucket.request.key
             began_ns = time.monotonic_ns() if is_recording else 0
-            recording.timeline.operation = number
+            recording.timeline.operation, recording.timeline.process_set = number, key.process_set_id
             if key.collective in SINGULAR:
                 self._change_job(self._pending[key])
             elif key.process_set_id in self._planes:
                 EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
-                if is_recording:
-                    recording.bucket(bucket, entries, began_ns)
+                ended_ns = time.monotonic_ns() if is_recording else 0
                 for slot in bucket.finishes:
-                    self._complete(slot, entries[slot])
+                    self._complete(slot, entries[slot], is_recording)
+                if is_recording:
+                    recording.bucket(bucket, entries, began_ns, ended_ns, is_last=bucket is plan.buckets[-1])
+        if recording.done:  # the last bucket was of ranks that this one is none of
+            recording.finish()
 
     def _stand_in(self, plan: Plan, entries: dict[int, TensorEntry]) -> None:
         """After join(), take part in what others submit, with values that change nothing."""
@@ -398,7 +404,7 @@ class Background:
         self._granted = self._grant()
         return True
 
-    def _complete(self, slot: int, entry: TensorEntry) -> None:
+    def _complete(self, slot: int, entry: TensorEntry, is_recording: bool) -> None:
         key = entry.request.key
         if self._pending.pop(key, None) is None:
             return  # this rank only stood in
@@ -412,8 +418,9 @@ class Background:
             entry.handle.fail(InternalError(f"{key}: its result cannot be handed over: {type(error).__name__}: {error}"))
             self.queue.notice_end()
             return
-        if self.recording.is_recording:
-            self.recording.completion(entry)
+        if is_recording:
+            recording = self.recording
+            recording.done.append((slot, entry, recording.timeline.operation, time.monotonic_ns(), entry.handle.awaited_ns))
         self.num_completed += 1
         entry.handle.complete(result)
         self.queue.notice_end()

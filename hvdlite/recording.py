@@ -12,18 +12,22 @@ from typing import NamedTuple
 from hvdlite.control.base import ControlPlane
 from hvdlite.control.clock import compare_clocks, probe_link
 from hvdlite.fusion import Bucket, Plan
-from hvdlite.message import SINGULAR, Collective, Request
+from hvdlite.message import Collective, Request
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.phase import REASONS, Phase
-from hvdlite.timeline.recorder import NullTimeline, Timeline, time_of_day
+from hvdlite.timeline.recorder import NullTimeline, Record, Timeline, time_of_day
 
 #: How often ranks that record compare their clocks. Chosen: crystals drift by up to 50 us a second, steadily.
 _CLOCKS_EVERY_NS = 30_000_000_000
 #: A wake-up later than this is recorded, if the process did not use its processor meanwhile. Chosen: more than timers and
 #: Python's switches between threads take.
 _LATE_NS = 8_000_000
+#: What a plan completes within this time is written together. Chosen.
+_COMPANY_NS = 2_000_000
 #: The processor time before a sleep is known to within this. Chosen: reading it costs as much as a record.
-_USED_EVERY_NS = 1_000_000
+_USED_EVERY_NS = 2_000_000
+#: Sleeps of so much in all are timed together. Measured: a late rank makes 20 in a step, which then took 0.1 ms more.
+_TOGETHER_S = 0.5e-3
 #: Requests whose names are kept. Chosen: more than a model has; programs that name every call anew must not fill the memory.
 _MAX_REQUESTS = 1 << 14
 #: The longest text of an error that is recorded.
@@ -41,6 +45,16 @@ class _Words(NamedTuple):
     whole: Phase
 
 
+class _Agreed(NamedTuple):
+    """The plan that is being executed."""
+
+    plan: Plan
+    start_ns: int
+    at_ns: int
+    number: int
+    first: int
+
+
 class Recording:
     """Writes what happens into a timeline."""
 
@@ -52,7 +66,16 @@ class Recording:
         self._next_clocks_ns = 0
         self._has_probed = False
         self._used_ns = self._used_at_ns = 0
+        #: When the first of the sleeps that are timed together began; 0 where there is none.
+        self.asleep_ns = 0
+        self._slept_s = 0.0
         self._words: dict[int, _Words] = {}
+        # Calls that have come and are not written yet, and what is being executed.
+        self._fresh: list[TensorEntry] = []
+        self._agreed: _Agreed | None = None
+        #: What is complete and not written yet: slot, entry, operation, when, and since when a thread was blocked in its handle.
+        self.done: list[tuple[int, TensorEntry, int, int, int]] = []
+        self._records: list[Record] = []
 
     @property
     def is_recording(self) -> bool:
@@ -61,6 +84,8 @@ class Recording:
 
     def record_into(self, timeline: Timeline, clocks: Timeline) -> None:
         """Write into these from now on."""
+        self.settle()
+        self._agreed = None
         self.timeline = timeline
         if clocks is not self.clocks:
             self.clocks, self._next_clocks_ns, self._has_probed = clocks, 0, False
@@ -85,76 +110,108 @@ class Recording:
 
     def submission(self, entry: TensorEntry) -> None:
         """A call has come from a user's thread."""
-        request, timeline = entry.request, self.timeline
-        label = self._words_of(request).label
-        timeline.operation = timeline.plan = 0
-        timeline.process_set = request.key.process_set_id
-        timeline.describe(label, request)
-        # Of a group the reader adds up the shapes: it need not be done in every step.
-        inputs, at_ns = entry.inputs, entry.submitted_ns
-        timeline.span(Phase.SUBMIT, label, at_ns, at_ns, inputs[0].array.nbytes if len(inputs) == 1 else 0, 0, len(inputs))
+        self._fresh.append(entry)
 
-    def negotiation(self, plan: Plan, entries: Mapping[int, TensorEntry], start_ns: int, plan_number: int, first: int) -> None:
+    def settle(self) -> None:
+        """Write which calls have come: before anything waits for other ranks, so that it is known whatever becomes of that."""
+        if not self._fresh:
+            return
+        timeline, records = self.timeline, []
+        for entry in self._fresh:
+            request, inputs, at_ns = entry.request, entry.inputs, entry.submitted_ns
+            label = self._words_of(request).label
+            timeline.describe(label, request)
+            # Of a group the reader adds up the shapes: it need not be done in every step.
+            num_bytes = inputs[0].array.nbytes if len(inputs) == 1 else 0
+            records.append((Phase.SUBMIT, label, at_ns, at_ns, num_bytes, 0, len(inputs), 0.0, 0, 0, request.key.process_set_id))
+        self._fresh.clear()
+        timeline.write(records)
+
+    def negotiation(self, plan: Plan, start_ns: int, plan_number: int, first: int) -> None:
         """A plan was agreed in the cycle that began at ``start_ns``; ``first`` is the number of its first operation."""
-        timeline, now_ns = self.timeline, time.monotonic_ns()
-        timeline.plan = plan_number
-        for slot, entry in entries.items():
-            key = entry.request.key
-            if entry.is_stand_in or key.collective in SINGULAR:
-                continue
-            words, queued_ns = self._words_of(entry.request), entry.submitted_ns
-            seen_ns = max(start_ns, queued_ns)
-            timeline.operation, timeline.process_set = first + plan.places[slot], key.process_set_id
-            timeline.span(Phase.QUEUE, words.label, queued_ns, seen_ns)
-            timeline.span(words.negotiating, words.label, seen_ns, now_ns)
+        self.settle()
+        self.timeline.plan = plan_number
+        self._agreed = _Agreed(plan, start_ns, time.monotonic_ns(), plan_number, first)
         if self.marks_cycles:
-            timeline.span(Phase.CYCLE_START, "cycle", start_ns, start_ns)
+            self.timeline.note(Phase.CYCLE_START, "cycle", start_ns, start_ns)
 
-    def bucket(self, bucket: Bucket, entries: Mapping[int, TensorEntry], began_ns: int) -> None:
-        """A bucket has been executed."""
-        self.timeline.process_set = bucket.request.key.process_set_id
-        self.timeline.span(Phase.BUCKET, bucket.label, began_ns, time.monotonic_ns(), _bytes_of(bucket, entries),
-                           _REASON_CODES[bucket.reason], len(bucket.segments))
+    def bucket(self, bucket: Bucket, entries: Mapping[int, TensorEntry], began_ns: int, ended_ns: int, *, is_last: bool) -> None:
+        """A bucket has been executed, and what it completed is in ``done`` and was handed over: the threads that it wakes get
+        going meanwhile. ``is_last``: of its plan; else it may wait for company."""
+        agreed = self._agreed
+        if agreed is None:
+            return
+        self._records.append((
+            Phase.BUCKET, bucket.label, began_ns, ended_ns, bucket.num_bytes or _bytes_of(bucket, entries),
+            _REASON_CODES[bucket.reason], len(bucket.segments), 0.0, self.timeline.operation, agreed.number,
+            bucket.request.key.process_set_id))
+        if is_last or ended_ns - agreed.at_ns > _COMPANY_NS:
+            self.finish()
 
-    def completion(self, entry: TensorEntry) -> None:
-        """An entry is complete."""
-        words, now_ns = self._words_of(entry.request), time.monotonic_ns()
-        self.timeline.span(words.whole, words.label, entry.submitted_ns, now_ns, 0, 0, len(entry.inputs))
-        self._wait(entry, words.label, now_ns)
+    def finish(self) -> None:
+        """Write what was executed and what is complete."""
+        agreed, records, done = self._agreed, self._records, self.done
+        if agreed is None:
+            return
+        plan, start_ns, agreed_ns, number, first = agreed
+        for slot, entry, operation, now_ns, awaited_ns in done:
+            words, queued_ns, process_set = self._words_of(entry.request), entry.submitted_ns, entry.request.key.process_set_id
+            label, own = words.label, first + plan.places[slot]
+            seen_ns = start_ns if start_ns > queued_ns else queued_ns
+            records += (
+                (Phase.QUEUE, label, queued_ns, seen_ns, 0, 0, 0, 0.0, own, number, process_set),
+                (words.negotiating, label, seen_ns, agreed_ns, 0, 0, 0, 0.0, own, number, process_set),
+                (words.whole, label, queued_ns, now_ns, 0, 0, len(entry.inputs), 0.0, operation, number, process_set))
+            if awaited_ns:  # how long a thread was blocked in the entry's handle
+                records.append((Phase.WAIT, label, awaited_ns, now_ns, 0, 0, 0, 0.0, operation, number, process_set))
+        done.clear()
+        self.timeline.write(records)
+        records.clear()
 
     def failure(self, entry: TensorEntry, error: str) -> None:
         """An entry has failed."""
+        self.settle()
         timeline, now_ns = self.timeline, time.monotonic_ns()
         timeline.operation, timeline.process_set = 0, entry.request.key.process_set_id
         timeline.span(Phase.ERROR, f"{entry.request.key}: {error}"[:_MAX_TEXT], now_ns, now_ns)
-        self._wait(entry, self._words_of(entry.request).label, now_ns)
+        if entry.handle.awaited_ns:
+            timeline.span(Phase.WAIT, self._words_of(entry.request).label, entry.handle.awaited_ns, now_ns)
 
     def sleep(self, wait: Callable[[float], bool], seconds: float) -> bool:
-        """Wait; record where it took much longer, because this process did not run."""
+        """Wait; some sleeps in a row are timed together, see ``awake``."""
+        if self._fresh:
+            self.settle()
         if not self.timeline.is_recording:
             return wait(seconds)
-        began_ns = time.monotonic_ns()
-        if began_ns - self._used_at_ns > _USED_EVERY_NS:
-            self._used_ns, self._used_at_ns = time.process_time_ns(), began_ns
+        if self.asleep_ns and self._slept_s + seconds > _TOGETHER_S:
+            self.awake()
+        if not self.asleep_ns:
+            self.asleep_ns = now_ns = time.monotonic_ns()
+            if now_ns - self._used_at_ns > _USED_EVERY_NS:
+                self._used_ns, self._used_at_ns = time.process_time_ns(), now_ns
+        self._slept_s += seconds
         result = wait(seconds)
-        now_ns, due_ns = time.monotonic_ns(), began_ns + int(seconds * 1e9)
+        if seconds > _TOGETHER_S:
+            self.awake()
+        return result
+
+    def awake(self) -> None:
+        """The last sleep is over: record where it, or those before it, took much longer, because this process did not run."""
+        now_ns, due_ns = time.monotonic_ns(), self.asleep_ns + int(self._slept_s * 1e9)
+        self.asleep_ns, self._slept_s = 0, 0.0
         # A process that computes without letting Python go on is late too, but uses its processor.
         if now_ns - due_ns > _LATE_NS and 2 * (time.process_time_ns() - self._used_ns) < now_ns - due_ns:
             self.timeline.span(Phase.NOT_RUNNING, "not running", due_ns, now_ns)
-        return result
 
     def close(self, kind: str, reason: str) -> None:
         """The loop ends because of this; nothing is recorded afterwards."""
+        self.settle()
+        self.finish()
         if self.timeline.is_recording:
             now_ns = time.monotonic_ns()
             self.timeline.span(Phase.END, f"{kind}: {reason}"[:_MAX_TEXT], now_ns, now_ns)
         self.timeline.close()
         self.clocks.close()
-
-    def _wait(self, entry: TensorEntry, label: str, now_ns: int) -> None:
-        """How long a thread was blocked in the entry's handle."""
-        if entry.handle.awaited_ns:
-            self.timeline.span(Phase.WAIT, label, entry.handle.awaited_ns, now_ns)
 
     def _words_of(self, request: Request) -> _Words:
         found = self._words.get(id(request))

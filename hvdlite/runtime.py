@@ -31,7 +31,8 @@ from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline import earlier
 from hvdlite.timeline.live import LiveTimeline
 from hvdlite.timeline.marks import Marks
-from hvdlite.timeline.recorder import HEADER_BYTES, RECORD, NullTimeline, RingTimeline, TeeTimeline, Timeline, rings_of
+from hvdlite.timeline.recorder import HEADER_BYTES, RECORD, NullTimeline, RingTimeline, Timeline
+from hvdlite.timeline.tee import TeeTimeline, rings_of
 
 _log = logging.getLogger("hvdlite")
 

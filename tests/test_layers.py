@@ -13,6 +13,7 @@ PACKAGE = Path(hvdlite.__file__).parent
 LAYERS = [
     {"_version", "errors", "config", "notes"},
     {"message", "fusion", "handle", "buffer", "backoff", "kernels", "timeline.phase", "timeline.recorder", "timeline.earlier",
+     "timeline.tee",
      "timeline.ring", "timeline.export", "timeline.live", "timeline", "bucket_size"},
     {"tensor_queue", "negotiation", "response_cache", "stall"},
     {"control", "dataplane", "compression", "collectives"},

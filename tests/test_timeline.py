@@ -20,6 +20,7 @@ from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError
 from hvdlite.message import Collective, ReduceOp
+from hvdlite.recording import Recording
 from hvdlite.runtime import ring_of
 from hvdlite.submission import Submission
 from hvdlite.timeline import cli, earlier
@@ -298,3 +299,84 @@ def test_an_earlier_recording_that_cannot_be_moved_is_told_and_left_alone(tmp_pa
 def test_the_end_of_a_job_that_recorded_nothing_is_a_warning_and_no_failure(tmp_path):
     done = hvdrun(2, sys.executable, "-c", AGAIN, 3, options=["--timeline", tmp_path, "--timeline-steps", "100:110"])
     assert done.returncode == 0 and "no merged.json was written" in done.stderr, done.stderr
+
+
+# Notes: what is written together
+
+
+def test_notes_wait_for_the_next_span_and_none_is_lost_at_the_end(tmp_path):
+    timeline = ring(tmp_path, capacity=16)
+    timeline.operation, timeline.plan = 3, 4
+    timeline.note(Phase.MPI_ALLREDUCE, "a", 1, 2, 7)
+    timeline.operation = 5
+    assert len(read_ring(timeline.path).records) == 0
+    timeline.span(Phase.QUEUE, "b", 2, 3)
+    timeline.note(Phase.QUEUE, "c", 3, 4)
+    timeline.is_recording = False
+    timeline.note(Phase.QUEUE, "never", 4, 5)
+    timeline.write([(Phase.WAIT, "d", 5, 6, 0, 0, 0, 0.0, 6, 7, 8)])  # it began while recording was on
+    timeline.is_recording = True
+    timeline.note(Phase.QUEUE, "e", 6, 7)
+    timeline.close()
+    read = read_ring(timeline.path)
+    assert [read.names[one] for one in read.records["name"]] == ["a", "b", "c", "d", "e"]
+    assert read.records["operation"].tolist() == [3, 5, 5, 6, 5] and read.records["plan"].tolist() == [4, 4, 4, 7, 4]
+    assert read.records["num_bytes"][0] == 7 and read.records["process_set"][3] == 8
+
+
+def test_calls_are_on_record_before_anything_waits_for_other_ranks(tmp_path):
+    """Rank 0 alone has submitted: the cycle waits, and its ring tells already."""
+    found = threading.Event()
+
+    def body(rank):
+        if rank.rank == 0:
+            rank.runtime.start_timeline(f"{tmp_path}{os.sep}", False)
+            handle = rank.allreduce_async(np.ones(4), name="x")
+            deadline = time.monotonic() + 20
+            while Phase.SUBMIT not in read_ring(tmp_path / "ring-00000-background.hvdring").records["phase"]:
+                assert time.monotonic() < deadline
+            found.set()
+            handle.wait(20)
+        else:
+            assert found.wait(20)
+            rank.allreduce(np.ones(4), name="x")
+
+    run_ranks(2, body)
+
+
+def test_the_last_step_of_a_window_is_whole_though_the_window_closes_as_soon_as_it_is_complete(tmp_path):
+    """The user's thread is woken, ends the step and so the window, while the background thread writes about it."""
+    def body(rank):
+        rank.runtime.start_timeline(f"{tmp_path}{os.sep}", False)
+        rank.runtime.marks.window = (2, 5)
+        rank.runtime.marks.follow_window()
+        for _ in range(7):
+            rank.allreduce(np.ones(4), name="x")
+            rank.runtime.marks.step()
+
+    run_ranks(2, body)
+    for rank in load_job(tmp_path).ranks:
+        for phase in (Phase.SUBMIT, Phase.QUEUE, Phase.NEGOTIATE_ALLREDUCE, Phase.MPI_ALLREDUCE, Phase.BUCKET, Phase.ALLREDUCE,
+                      Phase.STEP):
+            assert len(rank.of(phase)) == 3, phase
+
+
+def test_a_process_that_did_not_run_is_on_record_whichever_of_its_sleeps_that_was_in(tmp_path):
+    timeline = ring(tmp_path)
+    recording = Recording(timeline, None, False)
+    for late_at in range(5):
+        for number in range(5):
+            recording.sleep(lambda seconds: time.sleep(seconds + (0.03 if number == late_at else 0)), 50e-6)  # noqa: B023
+        recording.awake()
+    recording.sleep(time.sleep, 0.01)
+    recording.sleep(lambda seconds: _compute(0.03), 50e-6)  # late, but it was this process that used the processor
+    recording.awake()
+    read = read_ring(timeline.path)
+    lengths = (read.records["end_ns"] - read.records["start_ns"]) / 1e9
+    assert len(read.records) == 5 and (lengths > 0.029).all() and (lengths < 0.2).all()
+
+
+def _compute(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass

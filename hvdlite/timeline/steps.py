@@ -137,5 +137,9 @@ def _recurring(job: Job) -> int | None:
 def _delays(rank: Rank, numbers: list[int]) -> np.ndarray:
     """How long the user's thread waited for a processor in each step, as the kernel tells."""
     records = rank.of(Phase.STEP)
-    known = dict(zip(records["count"].tolist(), records["value"].tolist(), strict=True))
+    known: dict[int, float] = {}
+    for number, value, num_steps in records[["count", "value", "detail"]].tolist():
+        # What was read after several steps is theirs to equal parts: the kernel is not asked in every short step.
+        for one in range(max(1, num_steps)):
+            known[number - one] = value / max(1, num_steps)
     return np.array([int(known.get(number, 0)) for number in numbers], np.int64)

@@ -18,10 +18,12 @@ class StepPhases:
 
     def __init__(self) -> None:
         self._waiting: Any = None
+        self._seen: list[tuple[str, int, int]] = []
         self._forward_end_ns = 0
 
     def step_ended(self, marks: Marks, owner: str) -> None:
         """Mark the step and watch for the next one's forward."""
+        self._record(marks)
         marks.step(owner)
         self._forget()
         if not marks.is_recording:
@@ -32,22 +34,28 @@ class StepPhases:
             # Any module's first call after the step is the model's, or of what feeds it.
             self._forget()
             began_ns = time.monotonic_ns()
-            marks.span("input", ended_ns, began_ns)
+            self._seen.append(("input", ended_ns, began_ns))
 
             def returned(module: Any, arguments: Any, result: Any) -> None:
                 after.remove()
                 self._forward_end_ns = time.monotonic_ns()
-                marks.span("forward", began_ns, self._forward_end_ns)
+                self._seen.append(("forward", began_ns, self._forward_end_ns))
 
             after = module.register_forward_hook(returned)
 
         self._waiting = modules.register_module_forward_pre_hook(first_call)
 
     def backward_ended(self, marks: Marks) -> None:
-        """All gradients have been computed, and possibly clipped."""
-        if self._forward_end_ns and marks.is_recording:
-            marks.span("backward", self._forward_end_ns, time.monotonic_ns())
+        """All gradients have been computed, and possibly clipped; what follows is waiting for them."""
+        if self._forward_end_ns:
+            self._seen.append(("backward", self._forward_end_ns, time.monotonic_ns()))
         self._forward_end_ns = 0
+        self._record(marks)
+
+    def _record(self, marks: Marks) -> None:
+        if self._seen:
+            marks.spans(self._seen)
+            self._seen.clear()
 
     def _forget(self) -> None:
         if self._waiting is not None:
