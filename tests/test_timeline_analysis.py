@@ -3,7 +3,9 @@
 import csv
 import gzip
 import json
+import os
 import random
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -313,6 +315,9 @@ def test_t16_cut_by_steps_ranks_and_size_says_what_is_left_out(tmp_path, capsys)
     events = json.loads(gzip.decompress(output.read_bytes()))["traceEvents"]
     assert {event["pid"] for event in events} == {1, 3}
     assert {event["args"].get("count", 0) for event in events if event["name"] == "STEP"} == {100, 101, 102}
+    # Old steps are found below a limit of the size too.
+    assert cli.main(["cut", str(tmp_path), "--output", str(output), "--steps", "1:3", "--max-mb", "0.02"]) == 0
+    assert "STEP" in {event["name"] for event in json.loads(gzip.decompress(output.read_bytes()))["traceEvents"]}
     whole, small = tmp_path / "whole.json", tmp_path / "small.json"
     assert cli.main(["export", str(tmp_path), "--output", str(whole)]) == 0
     assert cli.main(["cut", str(tmp_path), "--output", str(small), "--max-mb", "0.5"]) == 0
@@ -523,3 +528,66 @@ def test_t15_a_time_of_day_that_is_set_while_the_job_runs_moves_what_comes_later
     assert second - first == pytest.approx(10**9, abs=2e5)
     assert job.time_of_day_error_ns == pytest.approx(7 * MS, abs=1e5)
     assert job.from_time_of_day(np.array([job.epoch_ns]))[0] == pytest.approx(0, abs=2)
+
+
+# Large rings, and those that lost what was old
+
+
+def test_steps_whose_exchange_is_lost_or_left_out_are_not_told_as_if_they_had_computed_only(tmp_path, capsys):
+    """The marks' ring holds all steps, that of the background thread the last ones."""
+    made = MadeJob(tmp_path, 2, capacity=64)
+    for rank in range(2):
+        made.rings[rank][1] = recorder.RingTimeline(str(tmp_path), rank, 2, 1 << 18, "main")
+    for _ in range(40):
+        made.step([5 * MS, 5 * MS], moving=3 * MS)
+    report = report_of(tmp_path)
+    assert report.steps.num == 8 and report.steps.numbers[-1] == 39  # 7 records a step, and some that may be torn apart
+    assert (report.steps.parts["exposed"] == 3 * MS).all() and (report.steps.length == 8 * MS).all()
+    assert len(load_job(tmp_path).ranks[0].of(Phase.STEP)) == 40
+    # The same where the reader leaves old ones out, and there is a word about it.
+    few = report_of(tmp_path, newest=30)
+    assert 2 <= few.steps.num <= 4 and (few.steps.parts["exposed"] == 3 * MS).all()
+    assert cli.main(["report", str(tmp_path)]) == 0 and "oldest records were overwritten" in capsys.readouterr().out
+
+
+def test_t16_a_report_of_some_steps_is_that_of_these_alone(tmp_path, capsys):
+    made = straggling(tmp_path, steps=60, clocks={1: lambda at: at + 10**12})
+    for at in range(MS, made.at, made.at // 5):
+        made.reading(1, at, 1000)
+    assert cli.main(["report", str(tmp_path), "--steps", "20:30", "--json", "-"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert sorted({row["step"] for row in values["per_step"]}) == list(range(20, 30))
+    assert values["fusion"]["operations"] == 10 and values["stragglers"][0]["cost_ns"] == pytest.approx(30 * MS, abs=10)
+    for rank in load_job(tmp_path, steps=(20, 30)).ranks:
+        assert len(rank.of(Phase.STEP)) == len(rank.of(Phase.BUCKET)) == 10 and rank.cut > 300
+    for command in (["report", str(tmp_path)], ["diff", str(tmp_path), str(tmp_path)]):
+        assert cli.main([*command, "--steps", "900:901"]) == 4
+        assert "--steps 900:901" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", [0, (1 << 31) // 64 - 5, (1 << 32) // 64 - 5, 5 * (1 << 30) // 64 - 100])
+def test_t16_rings_beyond_2_and_4_gb(tmp_path, monkeypatch, start):
+    """Of 5 GB, most of it a hole: records around the places where 32-bit numbers end, and around the ring's end."""
+    monkeypatch.setattr(recorder.os, "posix_fallocate", lambda file, at, size: os.truncate(file, size))
+    ring = recorder.RingTimeline(str(tmp_path), 0, 1, 5 << 30)
+    ring._count = start
+    for number in range(start, start + 200):
+        ring.span(Phase.QUEUE, f"t{number % 7}", number, number + 1)
+    began = time.monotonic()
+    read = read_ring(ring.path)
+    assert read.records["start_ns"].tolist() == list(range(start, start + 200)) and read.torn == 0
+    assert read.lost == max(0, start + 200 - ring._capacity)
+    assert read_ring(ring.path, newest=30).records["start_ns"].tolist() == list(range(start + 170, start + 200))
+    middle = read_ring(ring.path, wanted=lambda found: (found["start_ns"] >= start + 50) & (found["start_ns"] < start + 60))
+    assert middle.records["start_ns"].tolist() == list(range(start + 50, start + 60)) and middle.cut == 190
+    assert time.monotonic() - began < 10  # holes are passed over
+    ring.close()
+    assert len(read_ring(ring.path).records) == 200
+
+
+def test_t16_a_report_of_very_many_records_takes_the_newest_and_says_so(tmp_path, capsys, monkeypatch):
+    straggling(tmp_path, steps=60)
+    monkeypatch.setattr(cli, "_MOST_RECORDS", 400)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "older records were left out" in told and "4 ranks, 13 steps" in told
