@@ -13,7 +13,7 @@ import pytest
 from made_traces import MS, MadeJob, request
 
 from hvdlite.fusion import compile_plan
-from hvdlite.timeline import bandwidth, blame, cli, diff, doctor, fusion_use, intervals, recorder
+from hvdlite.timeline import amounts, bandwidth, blame, cli, diff, doctor, fusion_use, intervals, recorder
 from hvdlite.timeline.clock import ClockMap, Reading, best_reading
 from hvdlite.timeline.export import lint, write_chrome_json
 from hvdlite.timeline.imported import read_trace
@@ -591,3 +591,35 @@ def test_t16_a_report_of_very_many_records_takes_the_newest_and_says_so(tmp_path
     assert cli.main(["report", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "older records were left out" in told and "4 ranks, 13 steps" in told
+
+
+def test_sizes_and_rates_have_the_unit_that_suits_them():
+    told = [str(amounts.size(one)) for one in (0, 8, 999, 1000, 16384, 262144, 999_900, 4 << 20, 3e9, 2e12)]
+    assert told == ["0 B", "8 B", "999 B", "1 kB", "16.4 kB", "262 kB", "1 MB", "4.19 MB", "3 GB", "2 TB"]
+    assert amounts.rate(12_345_678) == "12.3 MB/s"
+
+
+def test_a_call_made_once_neither_leads_the_waits_nor_counts_as_a_change(tmp_path):
+    def run(name, start):
+        made = MadeJob(tmp_path / name, 2)
+        made.step([MS, MS + start], name="once")
+        for _ in range(20):
+            made.step([MS, 11 * MS], name="often")
+        return report_of(tmp_path / name)
+
+    one, two = run("one", 150 * MS), run("two", 10 * MS)
+    assert [wait.name for wait in one.tensors] == ["allreduce.often", "allreduce.once"]
+    changes = {change.name: change for change in diff.compare(one, two)}
+    assert "wait for allreduce.once" not in changes
+    assert changes["wait for allreduce.often"].before_ms == pytest.approx(10 * 20 / 21)  # per step
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b")])
+def test_advice_to_overlap_fits_who_has_wrapped_the_optimizer_already(tmp_path, names):
+    made = MadeJob(tmp_path, 2)
+    for _ in range(6):
+        made.step([MS, MS], moving=5 * MS, name="o")
+    for rank in range(2):
+        made.rings[rank][0].describe("allreduce.o", request("o", (10,), names=names))
+    (advice,) = [one.what for one in report_of(tmp_path).advice if "overlaps" in one.what]
+    assert ("HVDLITE_FUSION_THRESHOLD" in advice) == bool(names) and ("wrap the optimizer" in advice) == (not names)
