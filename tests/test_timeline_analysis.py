@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import sqlite3
 import time
 from itertools import pairwise
 
@@ -623,3 +624,27 @@ def test_advice_to_overlap_fits_who_has_wrapped_the_optimizer_already(tmp_path, 
         made.rings[rank][0].describe("allreduce.o", request("o", (10,), names=names))
     (advice,) = [one.what for one in report_of(tmp_path).advice if "overlaps" in one.what]
     assert ("HVDLITE_FUSION_THRESHOLD" in advice) == bool(names) and ("wrap the optimizer" in advice) == (not names)
+
+
+def test_t15_sql_answers_what_no_report_does(tmp_path, capsys):
+    straggling(tmp_path / "job", steps=12)
+
+    def ask(*arguments):
+        rc = cli.main(["sql", str(tmp_path / "job"), *arguments])
+        told = capsys.readouterr()
+        return rc, list(csv.reader(told.out.splitlines())), told.err
+
+    assert ask("select count(*), max(dur_ns) from spans where phase = 'MPI_ALLREDUCE'")[1][1] == ["48", str(2 * MS)]
+    rc, rows, _ = ask("select rank, sum(idle_ns), sum(caused_ns) from steps group by rank order by rank")
+    assert rc == 0 and rows[0] == ["rank", "sum(idle_ns)", "sum(caused_ns)"]
+    assert [row[1] for row in rows[1:]] == [str(12 * 30 * MS)] * 2 + ["0", str(12 * 30 * MS)]
+    assert [row[2] for row in rows[1:]] == ["0", "0", str(12 * 30 * MS), "0"]
+    assert ask("select distinct reason from spans where reason is not null")[1][1:] == [["large"]]
+    assert ask("--steps", "3:5", "select count(distinct step) from steps")[1][1] == ["2"]
+    rc, _, told = ask("select x from nowhere")
+    assert rc == 4 and "no such table: nowhere" in told and "create table spans" in told
+    kept = str(tmp_path / "kept.db")
+    assert ask("--output", kept, "select 1")[0] == 0
+    assert sqlite3.connect(kept).execute("select count(*) from ranks").fetchone() == (4,)
+    assert ask("--output", kept, "select 1")[0] == 4  # never over what is there
+    assert "create table steps" in "".join("".join(row) for row in ask(".schema")[1])

@@ -34,6 +34,7 @@ examples:
   hvdtrace diff before after --fail-if 'step>+5%'   for CI
   hvdtrace doctor trace                             why a job hung or died
   hvdtrace top trace                                while the job runs
+  hvdtrace sql trace 'select rank, avg(idle_ns) from steps group by rank'
 
 Exit code: 0; 1 when a --fail-if holds, or doctor found a fault; 2 for wrong use; 4 for a timeline that cannot be trusted.
 """
@@ -100,6 +101,14 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="why a job hung or died")
     doctor.add_argument("directory", metavar="DIR")
     doctor.set_defaults(run=_doctor)
+
+    sql = commands.add_parser("sql", help="ask a recording in SQL; .schema shows its tables")
+    sql.add_argument("directory", metavar="DIR", help="what hvdrun --timeline wrote")
+    sql.add_argument("query", metavar="QUERY", help="'select phase, count(*), avg(dur_ns) from spans group by phase', or .schema")
+    sql.add_argument("--output", metavar="FILE", default="", help="keep the tables in an SQLite database")
+    sql.add_argument("--steps", metavar="A:B", type=_window, help="of steps A to B - 1 only")
+    _add_allowances(sql)
+    sql.set_defaults(run=_sql)
 
     top = commands.add_parser("top", help="watch a job that runs")
     top.add_argument("directory", metavar="DIR", help="what the job was given as --timeline")
@@ -241,6 +250,22 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings, is_well = examine(arguments.directory)
     print("\n".join(findings))
     return 0 if is_well else 1
+
+
+def _sql(arguments: argparse.Namespace) -> int:
+    from hvdlite.timeline.sql import SCHEMA, answer, as_database
+
+    job = _load(arguments, arguments.directory)
+    for note in job.notes:
+        print(f"hvdtrace: {note}", file=sys.stderr)
+    database = as_database(job, arguments.output or ":memory:")
+    if arguments.query == ".schema":
+        print(SCHEMA, end="")
+    else:
+        names, rows = answer(database, arguments.query)
+        csv.writer(sys.stdout, lineterminator="\n").writerows([names, *rows])
+    database.close()
+    return 0
 
 
 def _top(arguments: argparse.Namespace) -> int:
