@@ -648,3 +648,25 @@ def test_t15_sql_answers_what_no_report_does(tmp_path, capsys):
     assert sqlite3.connect(kept).execute("select count(*) from ranks").fetchone() == (4,)
     assert ask("--output", kept, "select 1")[0] == 4  # never over what is there
     assert "create table steps" in "".join("".join(row) for row in ask(".schema")[1])
+
+
+def test_t15_a_trace_of_viztracer_lies_at_its_time_of_day_beside_the_ranks(tmp_path, capsys):
+    viztracer = pytest.importorskip("viztracer", reason="pip install hvdlite[test]")
+    tracer = viztracer.VizTracer(output_file=str(tmp_path / "v.json"), verbose=0)
+    tracer.start()
+    at_ns = time.time_ns()
+    tracer.log_instant("marked")
+    tracer.stop()
+    tracer.save()
+    made = straggling(tmp_path / "job", steps=5)
+    for rings in made.rings.values():
+        for ring in rings:
+            ring.close()
+    job = load_job(tmp_path / "job")
+    both = ["--output", str(tmp_path / "o.json"), "--with", str(tmp_path / "v.json")]
+    assert cli.main(["export", str(tmp_path / "job"), *both]) == 0
+    assert "viztracer trace" in capsys.readouterr().err
+    events = json.loads((tmp_path / "o.json").read_text())["traceEvents"]
+    (marked,) = [event for event in events if event["name"] == "marked"]
+    assert marked["ts"] == pytest.approx(int(job.from_time_of_day(np.array([at_ns]))[0]) / 1e3, abs=2000)
+    assert any(event["ph"] == "M" and event["args"].get("name", "").startswith("viztracer: ") for event in events)

@@ -81,10 +81,10 @@ def build_parser() -> argparse.ArgumentParser:
         export.add_argument("--max-mb", metavar="N", type=float, default=_MAX_MB,
                             help="leave out what is oldest above this size (default: %(default)g; 0: write everything)")
         export.add_argument("--with", dest="others", metavar="FILE", action="append", default=[],
-                            help="also show a Horovod timeline or a trace of torch's profiler, by the time of day")
+                            help="also show a Horovod timeline or a trace of torch's profiler or viztracer, by the time of day")
         export.set_defaults(run=_export)
 
-    imported = commands.add_parser("import", help="repair and merge Horovod timelines and torch profiler traces")
+    imported = commands.add_parser("import", help="repair and merge Horovod timelines, traces of torch's profiler and viztracer")
     imported.add_argument("files", metavar="FILE", nargs="+")
     imported.add_argument("--output", metavar="FILE", required=True)
     imported.set_defaults(run=_import)
