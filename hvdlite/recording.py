@@ -116,10 +116,10 @@ class Recording:
         """Write which calls have come: before anything waits for other ranks, so that it is known whatever becomes of that."""
         if not self._fresh:
             return
-        timeline, records = self.timeline, []
+        timeline, records, known = self.timeline, [], self._words
         for entry in self._fresh:
             request, inputs, at_ns = entry.request, entry.inputs, entry.submitted_ns
-            label = self._words_of(request).label
+            label = (known.get(id(request)) or self._words_of(request)).label
             timeline.describe(label, request)
             # Of a group the reader adds up the shapes: it need not be done in every step.
             num_bytes = inputs[0].array.nbytes if len(inputs) == 1 else 0
@@ -129,7 +129,8 @@ class Recording:
 
     def negotiation(self, plan: Plan, start_ns: int, plan_number: int, first: int) -> None:
         """A plan was agreed in the cycle that began at ``start_ns``; ``first`` is the number of its first operation."""
-        self.settle()
+        if self._fresh:
+            self.settle()
         self.timeline.plan = plan_number
         self._agreed = _Agreed(plan, start_ns, time.monotonic_ns(), plan_number, first)
         if self.marks_cycles:
@@ -153,10 +154,11 @@ class Recording:
         agreed, records, done = self._agreed, self._records, self.done
         if agreed is None:
             return
-        plan, start_ns, agreed_ns, number, first = agreed
+        (plan, start_ns, agreed_ns, number, first), known = agreed, self._words
         for slot, entry, operation, now_ns, awaited_ns in done:
-            words, queued_ns, process_set = self._words_of(entry.request), entry.submitted_ns, entry.request.key.process_set_id
-            label, own = words.label, first + plan.places[slot]
+            request, queued_ns = entry.request, entry.submitted_ns
+            words = known.get(id(request)) or self._words_of(request)
+            label, own, process_set = words.label, first + plan.places[slot], request.key.process_set_id
             seen_ns = start_ns if start_ns > queued_ns else queued_ns
             records += (
                 (Phase.QUEUE, label, queued_ns, seen_ns, 0, 0, 0, 0.0, own, number, process_set),

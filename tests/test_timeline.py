@@ -14,21 +14,23 @@ import numpy as np
 import pytest
 from ranks import ROOT, hvdrun, run_ranks
 
+from hvdlite import recording as recording_module
 from hvdlite.collectives import auto
 from hvdlite.collectives.measure import time_ways
 from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError
 from hvdlite.message import Collective, ReduceOp
-from hvdlite.recording import Recording
 from hvdlite.runtime import ring_of
 from hvdlite.submission import Submission
 from hvdlite.timeline import cli, earlier
+from hvdlite.timeline import marks as marks_module
 from hvdlite.timeline.job import load_job
 from hvdlite.timeline.live import LiveTimeline
 from hvdlite.timeline.phase import LANES, Phase, lane
 from hvdlite.timeline.recorder import HEADER_BYTES, RECORD, NullTimeline, RingTimeline
 from hvdlite.timeline.ring import TimelineError, missing_ranks, read_directory, read_ring
+from hvdlite.timeline.steps import _delays as delays_of
 
 ODD_NAMES = ['q"uote', "back\\slash", "new\nline", "emoji 🚀", "x" * 300_000]
 
@@ -361,22 +363,65 @@ def test_the_last_step_of_a_window_is_whole_though_the_window_closes_as_soon_as_
             assert len(rank.of(phase)) == 3, phase
 
 
-def test_a_process_that_did_not_run_is_on_record_whichever_of_its_sleeps_that_was_in(tmp_path):
-    timeline = ring(tmp_path)
-    recording = Recording(timeline, None, False)
+def test_a_process_that_did_not_run_is_on_record_whichever_of_its_sleeps_that_was_in(tmp_path, monkeypatch):
+    """A clock of its own: on a loaded machine real sleeps are late by themselves."""
+    now, used = [10**9], [0]
+    monkeypatch.setattr(recording_module.time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(recording_module.time, "process_time_ns", lambda: used[0])
+
+    def sleep(late_ns=0, used_ns=0):
+        def wait(seconds):
+            now[0] += int(seconds * 1e9) + late_ns
+            used[0] += used_ns
+
+        return wait
+
+    timeline = ring(tmp_path, capacity=32)
+    recording = recording_module.Recording(timeline, None, False)
     for late_at in range(5):
         for number in range(5):
-            recording.sleep(lambda seconds: time.sleep(seconds + (0.03 if number == late_at else 0)), 50e-6)  # noqa: B023
+            recording.sleep(sleep(30_000_000 if number == late_at else 50_000), 50e-6)
         recording.awake()
-    recording.sleep(time.sleep, 0.01)
-    recording.sleep(lambda seconds: _compute(0.03), 50e-6)  # late, but it was this process that used the processor
+        now[0] += 10**9  # what is done between sleeps is none of them
+    recording.sleep(sleep(7_000_000), 0.01)
+    recording.sleep(sleep(30_000_000, 29_000_000), 50e-6)  # late, but it was this process that used the processor
     recording.awake()
-    read = read_ring(timeline.path)
-    lengths = (read.records["end_ns"] - read.records["start_ns"]) / 1e9
-    assert len(read.records) == 5 and (lengths > 0.029).all() and (lengths < 0.2).all()
+    for _ in range(200):
+        recording.sleep(sleep(60_000), 50e-6)  # as sleeps are; late only if they were counted together
+    recording.awake()
+    read = read_ring(timeline.path).records
+    assert len(read) == 5 and ((read["end_ns"] - read["start_ns"]) // 10**6 == 30).all()
 
 
-def _compute(seconds):
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
+def test_delays_of_short_steps_are_shared_out_and_those_outside_the_window_are_no_part_of_it(tmp_path, monkeypatch):
+    """The kernel's counter of this thread grows by 5 ms in each step of 10 ms; it is asked every 25 ms."""
+    now = [10**9]
+    monkeypatch.setattr(marks_module.time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(marks_module.os, "pread", lambda *_: b"0 %d 0" % ((now[0] - 10**9) // 2))
+    made = RingTimeline(str(tmp_path), 0, 1, 1 << 16, "main")
+    background = ring(tmp_path)
+    background.span(Phase.QUEUE, "x", now[0], now[0])
+    marks = marks_module.Marks((6, 15))
+    marks.record_into(lambda thread: made, (background,))
+    for _ in range(20):
+        now[0] += 10_000_000
+        marks.step()
+    monkeypatch.undo()
+    steps = read_ring(made.path).records
+    assert steps["count"].tolist() == list(range(6, 15))
+    assert sum(steps["value"]) <= 9 * 5e6 and len(steps[steps["value"] > 0]) == 3
+    delays = delays_of(load_job(tmp_path).ranks[0], steps["count"].tolist())
+    assert delays[:6].tolist() == [5_000_000] * 6  # whatever was not asked about yet is 0
+
+
+def test_a_thread_that_steps_for_the_first_time_has_no_delay_of_another_one(tmp_path):
+    marks = marks_module.Marks()
+    made = [RingTimeline(str(tmp_path), 0, 1, 1 << 16, f"user{number}") for number in range(2)]
+    rings = iter(made)
+    marks.record_into(lambda thread: next(rings), ())
+    for _ in range(2):
+        marks._read_ns = 0
+        thread = threading.Thread(target=marks.step)
+        thread.start()
+        thread.join()
+    assert [float(value) for one in made for value in read_ring(one.path).records["value"]] in ([0.0], [0.0, 0.0])

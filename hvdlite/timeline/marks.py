@@ -35,7 +35,8 @@ class Marks:
         self._owner: object = None
         self._is_manual = False
         self._last_ns = time.monotonic_ns()
-        self._delay_ns = self._read_ns = self._unread_steps = 0
+        self._read_ns = self._unread_steps = 0
+        self._delays_ns: dict[int, int] = {}
         # Guards _rings.
         self._lock = threading.Lock()
         self._rings: dict[int, RingTimeline] = {}
@@ -62,23 +63,30 @@ class Marks:
         self._last_ns = time.monotonic_ns()
         self._read_delay(self._last_ns)
 
-    def step(self, owner: object = None) -> None:
-        """A step has ended. ``owner``: the optimizer that says so; the first one is heard, none once the user says it."""
+    def step(self, owner: object = None, spans: Sequence[tuple[str, int, int]] = ()) -> None:
+        """A step has ended. ``owner``: the optimizer that says so; the first one is heard, none once the user says it.
+        ``spans``: what this thread did in it, as ``spans`` takes it."""
         if owner is None:
             self._is_manual = True
         elif self._is_manual or (self._owner is not None and self._owner != owner):
+            self.spans(spans)
             return
         else:
             self._owner = owner
         now_ns = time.monotonic_ns()
-        if self._make is not None and self._is_open:
-            self._unread_steps += 1
-            steps, delay_ns = self._unread_steps, 0
-            if now_ns - self._read_ns >= _READ_EVERY_NS:
-                delay_ns = self._read_delay(now_ns)
-            # How long this thread waited for a processor in the last ``detail`` steps; 0 where that was not asked.
-            self._write([(Phase.STEP, "step", self._last_ns, now_ns, 0, min(steps, 0xffff) if delay_ns else 0, self.num_steps,
-                          float(delay_ns), 0, 0, 0)])
+        if self._make is not None:
+            if self._is_open:
+                records = self._as_records(spans)
+                self._unread_steps += 1
+                steps, delay_ns = self._unread_steps, 0
+                if now_ns - self._read_ns >= _READ_EVERY_NS:
+                    delay_ns = self._read_delay(now_ns)
+                # How long this thread waited for a processor in the last ``detail`` steps; 0 where that was not asked.
+                records.append((Phase.STEP, "step", self._last_ns, now_ns, 0, min(steps, 0xffff) if delay_ns else 0,
+                                self.num_steps, float(delay_ns), 0, 0, 0))
+                self._write(records)
+            elif now_ns - self._read_ns >= _READ_EVERY_NS:
+                self._read_delay(now_ns)  # what the window does not hold is no part of its first step
         self._last_ns = now_ns
         self.num_steps += 1
         if self.window is not None:
@@ -95,9 +103,8 @@ class Marks:
 
     def spans(self, spans: Sequence[tuple[str, int, int]]) -> None:
         """Record several at once, each a name, its start and its end."""
-        if self.is_recording:
-            self._write([(_NAMED.get(name, Phase.MARK), name, start_ns, end_ns, 0, 0, self.num_steps, 0.0, 0, 0, 0)
-                         for name, start_ns, end_ns in spans])
+        if spans and self.is_recording:
+            self._write(self._as_records(spans))
 
     def close(self) -> None:
         """Nothing is recorded afterwards."""
@@ -105,6 +112,11 @@ class Marks:
         for file in self._schedstat.values():
             os.close(file)
         self._schedstat.clear()
+
+    def _as_records(self, spans: Sequence[tuple[str, int, int]]) -> list[Record]:
+        step = self.num_steps
+        return [(_NAMED.get(name, Phase.MARK), name, start_ns, end_ns, 0, 0, step, 0.0, 0, 0, 0)
+                for name, start_ns, end_ns in spans]
 
     def _write(self, records: Sequence[Record]) -> None:
         thread = threading.get_ident()
@@ -124,10 +136,11 @@ class Marks:
         try:
             if thread not in self._schedstat:
                 self._schedstat[thread] = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-            before, self._delay_ns = self._delay_ns, int(os.pread(self._schedstat[thread], 100, 0).split()[1])
+            delay_ns = int(os.pread(self._schedstat[thread], 100, 0).split()[1])
         except (OSError, ValueError, IndexError):
             return 0
-        return max(0, self._delay_ns - before)
+        before_ns, self._delays_ns[thread] = self._delays_ns.get(thread, delay_ns), delay_ns
+        return delay_ns - before_ns
 
 
 class Marked:

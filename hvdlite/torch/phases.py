@@ -23,8 +23,8 @@ class StepPhases:
 
     def step_ended(self, marks: Marks, owner: str) -> None:
         """Mark the step and watch for the next one's forward."""
-        self._record(marks)
-        marks.step(owner)
+        marks.step(owner, self._seen)
+        self._seen.clear()
         self._forget()
         if not marks.is_recording:
             return
@@ -45,17 +45,11 @@ class StepPhases:
 
         self._waiting = modules.register_module_forward_pre_hook(first_call)
 
-    def backward_ended(self, marks: Marks) -> None:
-        """All gradients have been computed, and possibly clipped; what follows is waiting for them."""
+    def backward_ended(self) -> None:
+        """All gradients have been computed, and possibly clipped."""
         if self._forward_end_ns:
             self._seen.append(("backward", self._forward_end_ns, time.monotonic_ns()))
         self._forward_end_ns = 0
-        self._record(marks)
-
-    def _record(self, marks: Marks) -> None:
-        if self._seen:
-            marks.spans(self._seen)
-            self._seen.clear()
 
     def _forget(self) -> None:
         if self._waiting is not None:
