@@ -25,9 +25,9 @@ _LATE_NS = 8_000_000
 #: What a plan completes within this time is written together. Chosen.
 _COMPANY_NS = 2_000_000
 #: The processor time before a sleep is known to within this. Chosen: reading it costs as much as a record.
-_USED_EVERY_NS = 2_000_000
-#: Sleeps of so much in all are timed together. Measured: a late rank makes 20 in a step, which then took 0.1 ms more.
-_TOGETHER_S = 0.5e-3
+_USED_EVERY_NS = 4_000_000
+#: Sleeps of so much in all are timed together. Measured: a late rank makes 20 to 130 in a step.
+_TOGETHER_S = 1e-3
 #: Requests whose names are kept. Chosen: more than a model has; programs that name every call anew must not fill the memory.
 _MAX_REQUESTS = 1 << 14
 #: The longest text of an error that is recorded.
