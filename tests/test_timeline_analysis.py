@@ -197,6 +197,20 @@ def test_t8_what_if_replays_the_planner(tmp_path):
     assert use.reasons == {"large": 5, "full": 5} and use.operations == 10
 
 
+def test_t8_buckets_of_a_step_that_went_one_by_one_are_cut_anew_together():
+    buckets = [request(f"o.{number}", (4096,), names=(f"w{number}",)) for number in range(12)]
+    free = request("loss", (1,))
+    plans = []
+    for step in range(3):
+        order = [*buckets[1:], buckets[0]] if step == 1 else buckets  # whichever is complete first
+        plans += [(100 * step + place, [one] if place else [one, free], 1000 * step + place) for place, one in enumerate(order)]
+    made = fusion_use.in_rounds(plans)
+    assert [own for _, own, _ in made if own != [free]] == [buckets] * 3 and sum(own == [free] for _, own, _ in made) == 3
+    sizes = fusion_use.count_operations([own for _, own, _ in made], 4 * 16384)
+    assert sorted(sizes) == [4] * 3 + [65536] * 9
+    assert fusion_use.in_rounds([]) == []
+
+
 def test_t9_bandwidth_and_its_fit_are_exact(tmp_path):
     made = MadeJob(tmp_path, 4)
     for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22):
@@ -207,6 +221,20 @@ def test_t9_bandwidth_and_its_fit_are_exact(tmp_path):
     assert (fit.alpha_s, fit.beta) == (pytest.approx(100e-6, rel=1e-6), pytest.approx(1e9, rel=1e-6))
     row = bandwidth.by_size(transfers)[-1]
     assert row.algbw == pytest.approx((1 << 22) / (100e-6 + (1 << 22) / 1e9)) and row.busbw == pytest.approx(1.5 * row.algbw)
+
+
+def test_t9_a_single_size_is_fitted_with_the_slope_of_the_measured_link(tmp_path):
+    made = MadeJob(tmp_path, 2)
+    for _ in range(6):
+        made.step([MS, MS], num_bytes=1 << 20, moving=2 * MS)
+    assert report_of(tmp_path).fits == []
+    for rank in range(2):
+        made.span(rank, Phase.LINK, "link", 0, 1 << 20, 1 << 20, thread=2, operation=1 - rank)  # 1 GB/s
+    report = report_of(tmp_path)
+    (fit,) = report.fits
+    assert (fit.beta, fit.busbw, fit.num_sizes) == (pytest.approx(1e9), pytest.approx(1e9), 1)
+    assert fit.seconds(1 << 20) == pytest.approx(2e-3) and fit.alpha_s == pytest.approx(2e-3 - (1 << 20) / 1e9)
+    assert report.what_if and "there is one size only" in " ".join(as_text(report).split())
 
 
 def test_t9_one_rank_has_no_busbw(tmp_path):

@@ -73,7 +73,8 @@ def make_report(job: Job) -> Report:
     arrivals = blame.find_arrivals(job)
     found = blame.find_blame(job, steps, arrivals)
     transfers = bandwidth.find_transfers(job)
-    fits = [one for one in map(bandwidth.fit, transfers) if one is not None]
+    link = min((rate for _, _, rate in found.links), default=0.0)
+    fits = [fit for one in transfers if (fit := bandwidth.fit(one, link)) is not None]
     what_if = fusion_use.what_if(job, fits)
     path = find_path(job, steps, arrivals)
     errors = sorted({job.names[name] for rank in job.ranks for name in rank.of(Phase.ERROR)["name"].tolist()})

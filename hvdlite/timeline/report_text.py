@@ -121,7 +121,8 @@ def _bandwidth(report: Report, words: _Words) -> None:
         for row in report.sizes])
     for one in report.fits:
         words.line(f"{one.phase}: {one.alpha_s * 1e6:.0f} us + bytes / {rate(one.beta)} "
-                   f"(busbw {rate(one.busbw)}, fitted to {one.num_sizes} sizes)")
+                   f"(busbw {rate(one.busbw)}, " + (f"fitted to {one.num_sizes} sizes)" if one.num_sizes > 1 else
+                                                    "that of the slowest link: there is one size only)"))
     for sender, receiver, speed in report.blame.links:
         words.line(f"link from rank {sender} to rank {receiver}: {rate(speed)}, measured at the start")
 
