@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from hvdlite.compression.policy import Decision
 from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config
 from hvdlite.control.base import ControlPlane
-from hvdlite.control.clock import compare_clocks, probe_link
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.errors import (
     HorovodInternalError,
@@ -45,13 +44,13 @@ from hvdlite.errors import (
     StalledError,
     format_ranks,
 )
-from hvdlite.fusion import Bucket, Plan, compile_plan, num_bytes
+from hvdlite.fusion import Plan, compile_plan, num_bytes
 from hvdlite.message import SINGULAR, Agreement, Collective, Farewell, Key, Report, Request
 from hvdlite.negotiation import negotiate
+from hvdlite.recording import Recording
 from hvdlite.response_cache import SlotTable
 from hvdlite.tensor_queue import TensorEntry, TensorQueue
-from hvdlite.timeline.phase import REASONS, Phase
-from hvdlite.timeline.recorder import NullTimeline, Timeline, time_of_day
+from hvdlite.timeline.recorder import Timeline
 
 _log = logging.getLogger("hvdlite")
 
@@ -64,11 +63,6 @@ _FIRST_REPORT_S = 0.4
 #: Sleeps shorter than this cannot be part of a long silence.
 _NOTICED_S = 1e-3
 _CHECK_INTERVAL_NS = 100_000_000
-#: How often ranks that record compare their clocks. Chosen: crystals drift by up to 50 us a second, steadily.
-_CLOCKS_EVERY_NS = 30_000_000_000
-#: A wake-up later than this is recorded, if the process did not use its processor meanwhile. Chosen: more than timers and
-#: Python's switches between threads take.
-_LATE_NS = 8_000_000
 
 
 class Background:
@@ -96,14 +90,8 @@ class Background:
         self._planes = {0: plane}
         self._process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(control.topology.size))}
         self._next_process_set_id = 1
-        self._timeline = timeline
-        #: Readings of clocks and links, which must outlive whatever fills the ring.
-        self.clocks: Timeline = clocks or NullTimeline()
-        self._next_clocks_ns = 0
-        self._has_probed = False
+        self.recording = Recording(timeline, clocks, config.timeline_mark_cycles)
         self._num_operations = self._num_plans = 0
-        self._late_ns = _LATE_NS
-        self.marks_cycles = config.timeline_mark_cycles
         self._workspace = Workspace(timeline, config.hierarchical_quantized)
         self._calls: deque[Callable[[], None]] = deque()
         self._rank = control.topology.rank
@@ -122,11 +110,6 @@ class Background:
         self._progress_s = time.monotonic()
         self._last_warning_s = -float("inf")
         self._thread = threading.Thread(target=self.run, name="hvdlite-background", daemon=True)
-
-    @property
-    def timeline(self) -> Timeline:
-        """What is recorded into."""
-        return self._timeline
 
     @property
     def residuals(self) -> ResidualStore:
@@ -152,9 +135,8 @@ class Background:
         """Record into ``timeline`` from the next cycle on, then call ``finish`` on the background thread. Any thread."""
 
         def change() -> None:
-            self._timeline = self._workspace.timeline = timeline
-            if clocks is not self.clocks:
-                self.clocks, self._next_clocks_ns, self._has_probed = clocks, 0, False
+            self._workspace.timeline = timeline
+            self.recording.record_into(timeline, clocks)
             finish()
 
         self._calls.append(change)
@@ -198,14 +180,14 @@ class Background:
                     while self._calls:
                         self._calls.popleft()()
                     if not self._pending and not len(self.queue) and self._farewell is None:
-                        self._sleep(self.queue.wait, self._heartbeat_s())
-                        self._timeline.flush()
+                        self.recording.sleep(self.queue.wait, self._heartbeat_s())
+                        self.recording.timeline.flush()
                     if self._cycle_time_s:
                         self._wait_for_more()
                     if self.run_cycle():
                         self._progress_s = time.monotonic()
                     elif self._pending and not len(self.queue):
-                        self._sleep(self.queue.wait_for_wake, sleep_s(time.monotonic() - self._progress_s))
+                        self.recording.sleep(self.queue.wait_for_wake, sleep_s(time.monotonic() - self._progress_s))
         except HorovodInternalError as error:
             self._end(error)
         except BaseException as error:
@@ -219,10 +201,10 @@ class Background:
         entries = self.queue.drain()
         if entries:
             self._admit(entries)
-        start_ns = time.monotonic_ns() if self._timeline.is_recording else 0
+        start_ns = time.monotonic_ns() if self.recording.is_recording else 0
         status, everywhere, anywhere = self._agree()
         if status & _CLOCKS:
-            self._compare_clocks()
+            self.recording.compare_clocks(self._control)
         if status & _LEAVE:
             self._take_leave()
             return True
@@ -241,12 +223,12 @@ class Background:
 
     def _admit(self, entries: list[TensorEntry]) -> None:
         self._progress_s = time.monotonic()
-        is_recording = self._timeline.is_recording
+        is_recording = self.recording.is_recording
         for entry in entries:
             key = entry.request.key
             self._pending[key] = entry
             if is_recording:
-                self._record_submission(entry)
+                self.recording.submission(entry)
             if key.process_set_id not in self._process_sets:
                 self._fail(key, ProcessSetRemovedError(f"{key}: its process set was removed before it came to it"))
                 continue
@@ -282,30 +264,19 @@ class Background:
         full = (1 << width) - 1
         asked = (_LEAVE if self._farewell else 0) | (_EXCHANGE if self._must_exchange else 0) | (
             _JOINED if self._has_joined else 0)
-        if self.clocks.is_recording and (self._farewell or time.monotonic_ns() >= self._next_clocks_ns):
+        if self.recording.is_comparison_due(self._farewell is not None):
             asked |= _CLOCKS
         bits = (asked ^ _STATUS) | (self._mask | self._granted) << 64 | (self._mask ^ full) << (64 + width)
         self._awaited_since = 0.0
         waited_s = 0.0 if self._must_exchange else time.monotonic() - self._progress_s
         agreed = self._control.agree(bits, 1 + 2 * num_words, self._pause, waited_s)
+        if self.recording.asleep_ns:
+            self.recording.awake()
         return agreed & _STATUS ^ _STATUS, agreed >> 64 & full, agreed >> (64 + width) ^ full
-
-    def _compare_clocks(self) -> None:
-        """All ranks together: those that record note what they have heard."""
-        self._next_clocks_ns = time.monotonic_ns() + _CLOCKS_EVERY_NS
-        reading = compare_clocks(self._control)
-        self.clocks.span(Phase.CLOCK, "clock", reading.own_ns, reading.zero_ns, value=reading.error_ns)
-        now = time_of_day()
-        self.clocks.span(Phase.TIME_OF_DAY, "time of day", now.monotonic_ns, now.realtime_ns, value=now.realtime_error_ns)
-        if not self._has_probed:
-            self._has_probed = True
-            if (link := probe_link(self._control)) is not None:
-                self.clocks.operation = link[0]
-                self.clocks.span(Phase.LINK, "link", link[2], link[3], link[1])
-                self.clocks.operation = 0
 
     def _exchange(self) -> int:
         """Send all pending requests to rank 0, apply its Agreement, return what is ready."""
+        self.recording.settle()
         self._must_exchange = False
         now_ns = time.monotonic_ns()
         entries = list(self._pending.values())
@@ -355,26 +326,26 @@ class Background:
         # Counted in every case, so that a number means the same on all ranks.
         first, self._num_operations = self._num_operations + 1, self._num_operations + len(plan.buckets)
         self._num_plans += 1
-        timeline = self._timeline
-        is_recording = timeline.is_recording
+        recording = self.recording
+        is_recording = recording.is_recording
         if is_recording:
-            self._record_negotiation(plan, entries, start_ns, first)
+            recording.negotiation(plan, start_ns, self._num_plans, first)
         self.slots.touch(plan.slots)  # before the handles: what follows them delays the threads they wake
         for number, bucket in enumerate(plan.buckets, first):
             key = bucket.request.key
             began_ns = time.monotonic_ns() if is_recording else 0
-            timeline.operation = number
+            recording.timeline.operation, recording.timeline.process_set = number, key.process_set_id
             if key.collective in SINGULAR:
                 self._change_job(self._pending[key])
             elif key.process_set_id in self._planes:
                 EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
-                if is_recording:
-                    timeline.process_set = key.process_set_id
-                    timeline.span(
-                        Phase.BUCKET, bucket.label, began_ns, time.monotonic_ns(), _bytes_of(bucket, entries),
-                        REASONS.index(bucket.reason), len(bucket.segments))
+                ended_ns = time.monotonic_ns() if is_recording else 0
                 for slot in bucket.finishes:
-                    self._complete(slot, entries[slot])
+                    self._complete(slot, entries[slot], is_recording)
+                if is_recording:
+                    recording.bucket(bucket, entries, began_ns, ended_ns, is_last=bucket is plan.buckets[-1])
+        if recording.done:  # the last bucket was of ranks that this one is none of
+            recording.finish()
 
     def _stand_in(self, plan: Plan, entries: dict[int, TensorEntry]) -> None:
         """After join(), take part in what others submit, with values that change nothing."""
@@ -433,40 +404,7 @@ class Background:
         self._granted = self._grant()
         return True
 
-    def _record_submission(self, entry: TensorEntry) -> None:
-        request = entry.request
-        timeline, label = self._timeline, request.label
-        timeline.operation, timeline.plan, timeline.process_set = 0, 0, request.key.process_set_id
-        timeline.describe(label, request)
-        # Of a group the reader adds up the shapes: it need not be done in every step.
-        num_bytes = entry.inputs[0].array.nbytes if len(entry.inputs) == 1 else 0
-        timeline.span(Phase.SUBMIT, label, entry.submitted_ns, entry.submitted_ns, num_bytes, 0, len(entry.inputs))
-
-    def _record_negotiation(self, plan: Plan, entries: Mapping[int, TensorEntry], start_ns: int, first: int) -> None:
-        now_ns, timeline = time.monotonic_ns(), self._timeline
-        timeline.plan = self._num_plans
-        for slot, entry in entries.items():
-            key, label, queued_ns = entry.request.key, entry.request.label, entry.submitted_ns
-            if entry.is_stand_in or key.collective in SINGULAR:
-                continue
-            timeline.operation, timeline.process_set = first + plan.places[slot], key.process_set_id
-            timeline.span(Phase.QUEUE, label, queued_ns, max(start_ns, queued_ns))
-            timeline.span(Phase[f"NEGOTIATE_{key.collective.upper()}"], label, max(start_ns, queued_ns), now_ns)
-        if self.marks_cycles:
-            timeline.span(Phase.CYCLE_START, "cycle", start_ns, start_ns)
-
-    def _record_end(self, entry: TensorEntry, phase: Phase, now_ns: int, error: str = "") -> None:
-        """What became of an entry, and how long a thread was blocked in its handle."""
-        timeline, label, awaited_ns = self._timeline, entry.request.label, entry.handle.awaited_ns
-        if error:
-            timeline.operation, timeline.process_set = 0, entry.request.key.process_set_id
-            timeline.span(phase, f"{entry.request.key}: {error}"[:2000], now_ns, now_ns)
-        else:
-            timeline.span(phase, label, entry.submitted_ns, now_ns, 0, 0, len(entry.inputs))
-        if awaited_ns:
-            timeline.span(Phase.WAIT, label, awaited_ns, now_ns)
-
-    def _complete(self, slot: int, entry: TensorEntry) -> None:
+    def _complete(self, slot: int, entry: TensorEntry, is_recording: bool) -> None:
         key = entry.request.key
         if self._pending.pop(key, None) is None:
             return  # this rank only stood in
@@ -480,8 +418,9 @@ class Background:
             entry.handle.fail(InternalError(f"{key}: its result cannot be handed over: {type(error).__name__}: {error}"))
             self.queue.notice_end()
             return
-        if self._timeline.is_recording:
-            self._record_end(entry, Phase[key.collective.upper()], time.monotonic_ns())
+        if is_recording:
+            recording = self.recording
+            recording.done.append((slot, entry, recording.timeline.operation, time.monotonic_ns(), entry.handle.awaited_ns))
         self.num_completed += 1
         entry.handle.complete(result)
         self.queue.notice_end()
@@ -489,8 +428,8 @@ class Background:
     def _fail(self, key: Key, error: BaseException) -> None:
         entry = self._pending.pop(key, None)
         if entry is not None:
-            if self._timeline.is_recording:
-                self._record_end(entry, Phase.ERROR, time.monotonic_ns(), str(error))
+            if self.recording.is_recording:
+                self.recording.failure(entry, str(error))
             entry.handle.fail(error)
             self.queue.notice_end()
 
@@ -538,19 +477,7 @@ class Background:
         if seconds > _NOTICED_S:
             self._look_at_silence()
         self._look_for_abandonment()
-        return self._sleep(self.queue.wait_for_wake, seconds)
-
-    def _sleep(self, wait: Callable[[float], bool], seconds: float) -> bool:
-        """Wait; record where it took much longer, because this process did not run."""
-        if not self._timeline.is_recording:
-            return wait(seconds)
-        used_ns, began_ns = time.process_time_ns(), time.monotonic_ns()
-        result = wait(seconds)
-        now_ns, due_ns = time.monotonic_ns(), began_ns + int(seconds * 1e9)
-        # A process that computes without letting Python go on is late too, but uses its processor.
-        if now_ns - due_ns > self._late_ns and 2 * (time.process_time_ns() - used_ns) < now_ns - due_ns:
-            self._timeline.span(Phase.NOT_RUNNING, "not running", due_ns, now_ns)
-        return result
+        return self.recording.sleep(self.queue.wait_for_wake, seconds)
 
     def _look_for_abandonment(self) -> None:
         if self._abandoned is not None:
@@ -603,22 +530,9 @@ class Background:
                 failure.is_final = is_final
             self._fail(key, failure)
         try:
-            if self._timeline.is_recording:
-                now_ns = time.monotonic_ns()
-                self._timeline.span(Phase.END, f"{type(error).__name__}: {reason}"[:2000], now_ns, now_ns)
-            self._timeline.close()
-            self.clocks.close()
+            self.recording.close(type(error).__name__, reason)
         except Exception:
             _log.exception("the timeline cannot be finished")  # what follows, the end of the job, matters more
-
-
-def _bytes_of(bucket: Bucket, entries: Mapping[int, TensorEntry]) -> int:
-    """What a bucket holds; an allgather's is its result."""
-    if bucket.num_bytes:
-        return bucket.num_bytes
-    entry = entries[bucket.segments[0].slot]
-    gathers = bucket.request.key.collective == Collective.ALLGATHER
-    return sum(buffer.array.nbytes for buffer in (entry.outputs if gathers else entry.inputs))
 
 
 def _leaving_error(farewells: Sequence[Farewell], rank: int) -> HorovodInternalError:

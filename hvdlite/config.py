@@ -108,7 +108,8 @@ class Config:
         help="mark every cycle in the timeline")
     timeline_dir: str = _setting(
         "", str, env="TIMELINE_DIR", flag="--timeline",
-        help="every rank records into a ring file in this directory; merged.json is written there at shutdown")
+        help="every rank records into ring files in this directory, after what an earlier job left there has moved "
+             "to earlier/ in it; merged.json is written at shutdown")
     timeline_ring_bytes: int = _setting(
         16 * _MEBIBYTE, _at_least(int, 4096), env="TIMELINE_RING", flag="--timeline-ring-mb", flag_scale=_MEBIBYTE,
         help="size of one ring file; when it is full the oldest records are overwritten")

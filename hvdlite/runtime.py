@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdlite.background import Background
@@ -22,14 +23,16 @@ from hvdlite.control.base import ControlPlane
 from hvdlite.control.local import LocalControl, LocalGroup
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.dataplane.local import LocalPlane
-from hvdlite.errors import ConfigError, InvalidRequestError, NotInitializedError, UnavailableError
+from hvdlite.errors import ConfigError, HvdliteError, InvalidRequestError, NotInitializedError, UnavailableError
 from hvdlite.handle import Handle
 from hvdlite.message import Key, Request
 from hvdlite.process_set import Members, ProcessSet, global_process_set
 from hvdlite.tensor_queue import TensorEntry
+from hvdlite.timeline import earlier
 from hvdlite.timeline.live import LiveTimeline
 from hvdlite.timeline.marks import Marks
-from hvdlite.timeline.recorder import HEADER_BYTES, RECORD, NullTimeline, RingTimeline, TeeTimeline, Timeline, rings_of
+from hvdlite.timeline.recorder import HEADER_BYTES, RECORD, NullTimeline, RingTimeline, Timeline
+from hvdlite.timeline.tee import TeeTimeline, rings_of
 
 _log = logging.getLogger("hvdlite")
 
@@ -40,6 +43,8 @@ NUM_UNNAMED = 64
 
 #: Readings of clocks that a ring of its own keeps: days of them. Chosen.
 _NUM_CLOCK_RECORDS = 1024
+#: The largest merged.json, so that no job waits long for it at its end; hvdtrace export writes more. Measured: 3 s.
+_MERGED_BYTES = 25_000_000
 #: A user thread's ring is this share of the background thread's: it has a few records in a step.
 _USER_SHARE = 16
 
@@ -68,6 +73,8 @@ class Runtime:
         self._requests: dict[tuple[int, str, str], Request] = {}
         self._labels: dict[str, Iterator[int]] = {}
         self._num_forks = len(_forks)
+        # Whatever start_timeline makes has a name of its own, beside what the job began with.
+        self._recordings = (f"{control.job}.{number}" for number in itertools.count(2))
         self._max_requests = 4 * max(1024, config.cache_capacity)
 
     @classmethod
@@ -90,7 +97,7 @@ class Runtime:
         is_shared = min(communicator.allgather(is_shared))
         plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count,
                          hosts=topology.hosts)
-        return cls(config, control, plane, timeline_of(config, topology.rank, topology.size))
+        return cls(config, control, plane, timeline_of(config, topology.rank, topology.size, control.job))
 
     @property
     def supports_mpi_threads(self) -> bool:
@@ -200,9 +207,10 @@ class Runtime:
 
         Raises: ConfigError where it cannot be made.
         """
-        self.background.marks_cycles = mark_cycles or self.config.timeline_mark_cycles
+        self.background.recording.marks_cycles = mark_cycles or self.config.timeline_mark_cycles
         if os.path.isdir(path) or path.endswith(os.sep):
-            self._change_timeline(RingTimeline, lambda: ring_of(self.config, path, self.topology.rank, self.topology.size))
+            job = next(self._recordings)
+            self._change_timeline(RingTimeline, lambda: ring_of(self.config, path, self.topology.rank, self.topology.size, job))
         elif self.topology.rank == 0:
             self._change_timeline(LiveTimeline, lambda: LiveTimeline(path))
 
@@ -216,13 +224,14 @@ class Runtime:
         """Let user threads record beside ``ring``; return the ring for readings of clocks."""
         config, rank, size = self.config, self.topology.rank, self.topology.size
         directory, user_bytes = str(ring.path.parent), max(1 << 16, config.timeline_ring_bytes // _USER_SHARE)
-        self.marks.record_into(lambda thread: RingTimeline(directory, rank, size, user_bytes, thread), (ring,))
-        return RingTimeline(directory, rank, size, HEADER_BYTES + _NUM_CLOCK_RECORDS * RECORD.size, "clock")
+        facts = dict(job=ring.job)
+        self.marks.record_into(lambda thread: RingTimeline(directory, rank, size, user_bytes, thread, facts), (ring,))
+        return RingTimeline(directory, rank, size, HEADER_BYTES + _NUM_CLOCK_RECORDS * RECORD.size, "clock", facts)
 
     def _change_timeline(self, kind: type, make: Callable[[], Timeline] | None) -> None:
         """Replace what is recorded into of this kind by what ``make`` makes, or by nothing."""
-        old = [one for one in _parts(self.background.timeline) if isinstance(one, kind)]
-        rest = [one for one in _parts(self.background.timeline) if not isinstance(one, kind)]
+        old = [one for one in _parts(self.background.recording.timeline) if isinstance(one, kind)]
+        rest = [one for one in _parts(self.background.recording.timeline) if not isinstance(one, kind)]
         if old:
             # First finished, because it may be the same file that is made anew.
             self._record_into(rest, old)
@@ -233,8 +242,8 @@ class Runtime:
         """Record into these from now on, and finish others; wait until it is so."""
         background = self.background
         rings = [one for one in timelines if isinstance(one, RingTimeline)]
-        clocks = background.clocks
-        if rings != [one for one in _parts(background.timeline) if isinstance(one, RingTimeline)]:
+        clocks = background.recording.clocks
+        if rings != [one for one in _parts(background.recording.timeline) if isinstance(one, RingTimeline)]:
             if clocks.is_recording:
                 finished = [*finished, clocks]
             clocks = self._rings_for(rings[0]) if rings else NullTimeline()
@@ -260,23 +269,36 @@ class Runtime:
 
             # Ranks of other hosts may have written elsewhere: hvdtrace export merges what is brought together.
             directory = self.config.timeline_dir
-            write_chrome_json(directory, os.path.join(directory, "merged.json"), allow_missing=True)
+            try:
+                write_chrome_json(directory, os.path.join(directory, earlier.MERGED), allow_missing=True, max_bytes=_MERGED_BYTES)
+            except (HvdliteError, OSError) as error:  # the job itself is well
+                _log.warning("timeline %s: no %s was written: %s", directory, earlier.MERGED, error)
 
 
-def timeline_of(config: Config, rank: int, size: int) -> Timeline:
+def timeline_of(config: Config, rank: int, size: int, job: str) -> Timeline:
     """The recorder the settings ask for: a ring on every rank, a file that grows on rank 0, both, or none."""
     timelines: list[Timeline] = []
     if config.timeline_dir:
-        timelines.append(ring_of(config, config.timeline_dir, rank, size))
+        timelines.append(ring_of(config, config.timeline_dir, rank, size, job))
     if config.timeline_filename and config.timeline_filename.upper() != "DYNAMIC" and rank == 0:
         timelines.append(LiveTimeline(config.timeline_filename))
     return _together(timelines)
 
 
-def ring_of(config: Config, directory: str, rank: int, size: int) -> RingTimeline:
-    """The background thread's ring; its header tells the settings that reports speak of."""
+def ring_of(config: Config, directory: str, rank: int, size: int, job: str) -> RingTimeline:
+    """The background thread's ring; its header tells the settings that reports speak of. Earlier rings move aside.
+
+    Raises: ConfigError where it cannot be made.
+    """
+    try:
+        moved = earlier.clear(Path(directory), rank, size)
+    except OSError as reason:
+        raise ConfigError(f"timeline {directory}: an earlier recording in it can't be moved aside: {reason}: "
+                          "name another directory") from reason
+    if moved is not None and rank == 0:
+        _log.warning("timeline %s: the recording that was in it is in %s now", directory, moved)
     return RingTimeline(directory, rank, size, config.timeline_ring_bytes, facts=dict(
-        fusion_threshold_bytes=config.fusion_threshold_bytes, cycle_time_ms=config.cycle_time_ms,
+        job=job, fusion_threshold_bytes=config.fusion_threshold_bytes, cycle_time_ms=config.cycle_time_ms,
         heartbeat_ms=config.heartbeat_ms, steps=config.timeline_steps))
 
 
@@ -325,7 +347,8 @@ def start_default(comm: Any = None) -> Runtime:
 
     starter = Starter.from_environment()
     if starter is None:
-        runtime = Runtime.local(LocalGroup(1), 0, config, timeline_of(config, 0, 1))
+        group = LocalGroup(1)
+        runtime = Runtime.local(group, 0, config, timeline_of(config, 0, 1, group.job))
     else:
         runtime = _over_mpi(config, starter, comm)
     from hvdlite import process_end, watch

@@ -12,11 +12,12 @@ import hvdlite
 PACKAGE = Path(hvdlite.__file__).parent
 LAYERS = [
     {"_version", "errors", "config", "notes"},
-    {"message", "fusion", "handle", "buffer", "backoff", "kernels", "timeline.phase", "timeline.recorder",
+    {"message", "fusion", "handle", "buffer", "backoff", "kernels", "timeline.phase", "timeline.recorder", "timeline.earlier",
+     "timeline.tee",
      "timeline.ring", "timeline.export", "timeline.live", "timeline", "bucket_size"},
     {"tensor_queue", "negotiation", "response_cache", "stall"},
     {"control", "dataplane", "compression", "collectives"},
-    {"background", "runtime", "process_set", "process_end", "watch"},
+    {"recording", "background", "runtime", "process_set", "process_end", "watch"},
     {"adapters", "submission", "objects", "membership", "optimizer", "compressor", "api", "torch"},
     {"", "as_horovod", "launch", "timeline.cli"},
 ]

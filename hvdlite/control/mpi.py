@@ -16,6 +16,7 @@ import numpy as np
 from hvdlite.backoff import LONGEST_TRANSFER_SLEEP_S, complete
 from hvdlite.control.base import Topology
 from hvdlite.errors import TransportError
+from hvdlite.timeline.earlier import new_job
 
 #: Bytes of the first message of gather and broadcast; what does not fit follows in a second one.
 _FRAME_BYTES = 2048
@@ -33,6 +34,7 @@ class MpiControl:
         self._mpi = MPI
         self.communicator = communicator.Dup()
         self.topology = _topology(MPI, self.communicator)
+        self.job = self.communicator.bcast(new_job(), root=0)
         self.num_collectives = self.num_bytes = 0
         self.supports_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._sent, self._received = bytearray(), bytearray()

@@ -51,7 +51,8 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds of an operation = ``alpha_s`` + bytes / ``beta``, fitted to the medians of sizes. ``busbw`` for large ones."""
+    """Seconds of an operation = ``alpha_s`` + bytes / ``beta``, fitted to the medians of sizes. ``busbw`` for large ones.
+    Where ``num_sizes`` is 1, ``beta`` is that of the measured link."""
 
     phase: str
     alpha_s: float
@@ -95,9 +96,13 @@ def by_size(transfers: Transfers) -> list[SizeRow]:
     return rows
 
 
-def fit(transfers: Transfers) -> Fit | None:
-    """Fit a straight line through the medians of sizes; None with fewer than two sizes or where larger ones are not slower."""
+def fit(transfers: Transfers, link: float = 0.0) -> Fit | None:
+    """Fit a straight line through the medians of sizes; None where larger ones are not slower. Through a single size it goes with
+    the slope of a ``link`` measured in bytes per second, if one was."""
     rows = by_size(transfers)
+    if len(rows) == 1 and link and transfers.factor:
+        slope = transfers.factor / link
+        return Fit(transfers.phase.name, max(0.0, rows[0].seconds - rows[0].bytes * slope), 1 / slope, link, 1)
     sizes, seconds = np.array([row.bytes for row in rows]), np.array([row.seconds for row in rows])
     if len(rows) < 2:
         return None

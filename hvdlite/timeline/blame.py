@@ -284,7 +284,7 @@ class TensorWait:
 
 
 def tensor_waits(job: Job, arrivals: Arrivals) -> list[TensorWait]:
-    """Every name's wait, the largest first."""
+    """Every name's wait, what is waited for the longest in all first: a call made once does not come before one of every step."""
     times = arrivals.times
     complete = (times >= 0).all(axis=1) if len(times) else np.zeros(0, bool)
     if times.shape[1] < 2 or not complete.any():
@@ -310,4 +310,4 @@ def tensor_waits(job: Job, arrivals: Arrivals) -> list[TensorWait]:
         found.append(TensorWait(
             job.names[name], int(own.sum()), float(late[own].max(axis=1).mean()), float(added[own].mean()),
             job.ranks[last].rank, float(counts[last] / own.sum())))
-    return sorted(found, key=lambda one: -one.added_ns)
+    return sorted(found, key=lambda one: -one.added_ns * one.calls)

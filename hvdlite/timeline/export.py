@@ -3,7 +3,7 @@
 *Format*: what both ui.perfetto.dev and chrome://tracing load. Times in us from the job's first record; spans of one thread
 never overlap: where a lane's do, as those of calls in flight together, they take turns with lanes of their own. An operation's
 ranks are joined by one flow: "s" at the rank that began first, "t" at others, "f" at the last, each inside its span.
-*Guarantees*: the output is strict JSON, ASCII, and whole or not there. Memory holds one rank's records at a time.
+*Guarantees*: the output is strict JSON, ASCII, and whole or not there. Memory holds the records that are written.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy as np
 
 from hvdlite.timeline.job import FINISHED, Job, Rank, load_job
 from hvdlite.timeline.phase import INSTANTS, LANES, Phase, lane
-from hvdlite.timeline.ring import TimelineError
+from hvdlite.timeline.ring import TimelineError, num_ranks_in
 
 #: Threads of a lane are numbered from this much times the lane's number plus one.
 _LANE = 100
-#: Bytes that an event takes in the file, about. Measured with names of 20 characters.
-_EVENT_BYTES = 190
+#: Bytes that a record takes in the file, about, with its share of counters and arrows. Measured with names of 20 characters.
+_RECORD_BYTES = 285
 #: Phases whose spans are joined by arrows.
 _JOINED = (Phase.BUCKET,)
 _HIDDEN = frozenset((Phase.CLOCK,))
@@ -43,10 +43,16 @@ def write_chrome_json(
     ``steps``: the first and the first not to write; ``max_bytes``: about the largest file, by leaving out what is oldest.
     Raises: TimelineError without rings or records, for what is missing unless allowed, and where nothing is left.
     """
-    # No ring can have more of the newest records of all than there is room for.
-    newest = max(1000, max_bytes // _EVENT_BYTES) if max_bytes and steps is None else None
-    job = load_job(directory, allow_missing=allow_missing, allow_unsynced=allow_unsynced, newest=newest)
+    job = load_job(directory, allow_missing=allow_missing, allow_unsynced=allow_unsynced, steps=steps,
+                   newest=newest_of(directory, max_bytes) if steps is None else None)
     return write_job(job, output, steps=steps, ranks=ranks, max_bytes=max_bytes, more=more)
+
+
+def newest_of(directory: Path | str, max_bytes: int) -> int | None:
+    """How many records of each ring can be needed for a file so large: an equal share of each rank, and some more."""
+    if not max_bytes:
+        return None
+    return max(1000, int(1.3 * max_bytes / _RECORD_BYTES / max(1, num_ranks_in(directory))))
 
 
 def write_job(
@@ -101,13 +107,14 @@ def cut(
             raise TimelineError(f"--steps {steps[0]}:{steps[1]}: no such step was marked, or it is lost: see hvdtrace report")
         first, last = min(one[0] for one in window), max(one[1] for one in window)
         kept = [_between(one, first, last) for one in kept]
-    budget = max_bytes // _EVENT_BYTES if max_bytes else 0
+    budget = int(max_bytes / _RECORD_BYTES)
     total = sum(len(one.records) for one in kept)
-    # Counters and arrows come on top: about one event more for each two records.
-    if budget and 1.5 * total > budget:
+    if budget and total > budget:
         starts = np.sort(np.concatenate([one.records["start_ns"] for one in kept]))
-        since = int(starts[max(0, len(starts) - max(1, int(budget / 1.5)))])
+        since = int(starts[max(0, len(starts) - max(1, budget))])
         kept = [_between(one, since, 1 << 62) for one in kept]
+    if budget and any(one.cut for one in kept):  # from when on all of them are whole
+        kept = [_between(one, max(rank.since_ns for rank in kept), 1 << 62) for one in kept]
     after = sum(len(one.records) for one in kept)
     if not after:
         raise TimelineError("nothing is left: pass other --steps or --ranks, or a larger --max-mb")

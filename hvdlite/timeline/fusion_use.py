@@ -71,6 +71,33 @@ def recorded_plans(job: Job) -> list[tuple[int, list[Request], int]]:
             for plan, own in sorted(plans.items())]
 
 
+def in_rounds(plans: Sequence[tuple[int, list[Request], int]]) -> list[tuple[int, list[Request], int]]:
+    """The same with all buckets of an optimizer's step together, where the last of them was: each goes as soon as it is complete,
+    with others or alone, but they are cut from one list of gradients."""
+    found: list[tuple[int, list[Request], int]] = []
+    rounds: dict[str, dict[int, Request]] = {}
+
+    def close(owner: str, plan: int, at: int) -> None:
+        own = rounds.pop(owner)
+        found.append((plan, [own[number] for number in sorted(own)], at))
+
+    for plan, requests, at in plans:
+        others = []
+        for request in requests:
+            owner, _, number = request.key.name.rpartition(".")
+            if request.key.collective != Collective.ALLREDUCE or not request.names or not number.isdecimal():
+                others.append(request)
+                continue
+            if int(number) in rounds.get(owner, ()):
+                close(owner, plan, at)
+            rounds.setdefault(owner, {})[int(number)] = request
+        if others:
+            found.append((plan, others, at))
+    for owner in list(rounds):
+        close(owner, plans[-1][0], plans[-1][2])
+    return found
+
+
 def _request(job: Job, name: str) -> Request | None:
     for about in job.about.get(name, {}).values():
         shapes = tuple(tuple(shape) for shape in about["shapes"])
@@ -124,7 +151,7 @@ def _recut(requests: Sequence[Request], threshold_bytes: int) -> list[Request]:
 def what_if(job: Job, fits: Sequence[Fit]) -> list[WhatIf]:
     """Replay the recorded calls under other thresholds and cycle times; empty where no time can be told from sizes."""
     model = next((one for one in fits if one.phase == Phase.MPI_ALLREDUCE.name), None)
-    plans = recorded_plans(job)
+    plans = in_rounds(recorded_plans(job))
     if model is None or not plans:
         return []
     requests = [own for _, own, _ in plans]

@@ -1,4 +1,4 @@
-"""Traces of others: Horovod timelines and torch's profiler, read also where they are cut or invalid, and merged.
+"""Traces of others: Horovod timelines, torch's profiler and viztracer, read also where they are cut or invalid, and merged.
 
 *Source*: Horovod writes an array of events whose processes are tensors, with names that are not escaped, and a first event with
 the time of day; torch's profiler an object with ``traceEvents`` and ``baseTimeNanoseconds``.
@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 
 from hvdlite.timeline.ring import TimelineError
+
+#: What processes of a kind of trace are called in front.
+_PREFIXES = {"Horovod timeline": "Horovod: ", "torch profiler trace": "torch: ", "viztracer trace": "viztracer: "}
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,15 @@ def read_trace(path: Path | str) -> Trace:
     except ValueError:
         good, lost, is_cut, head = _repair(text)
     if not good:
-        raise TimelineError(f"{path}: no trace event in it: name a Horovod timeline or a trace of torch's profiler")
+        raise TimelineError(f"{path}: no trace event in it: name a Horovod timeline or a trace of torch's profiler or viztracer")
     other = head.get("otherData") if isinstance(head.get("otherData"), dict) else {}
     if other and other.get("format") == "hvdlite":
         return Trace(str(path), "an export of hvdtrace", good, int(other.get("epoch_unix_ns", 0)), lost, is_cut)
     if "baseTimeNanoseconds" in head or "deviceProperties" in head or "schemaVersion" in head:
         return Trace(str(path), "torch profiler trace", good, int(head.get("baseTimeNanoseconds", 0)), lost, is_cut)
+    viztracer = head.get("viztracer_metadata")
+    if isinstance(viztracer, dict):
+        return Trace(str(path), "viztracer trace", good, int(viztracer.get("baseTimeNanoseconds", 0)), lost, is_cut)
     start = next((event["args"]["start_time_since_epoch_in_micros"] for event in good
                   if isinstance(event.get("args"), dict) and "start_time_since_epoch_in_micros" in event["args"]), 0)
     return Trace(str(path), "Horovod timeline" if start else "trace", good, int(start) * 1000, lost, is_cut)
@@ -147,7 +153,7 @@ def as_events(trace: Trace, place: Callable[[np.ndarray], np.ndarray], first_pid
     pids: dict[Any, int] = {}
     tids: dict[Any, int] = {}
     made: list[dict[str, Any]] = []
-    is_horovod = trace.kind == "Horovod timeline"
+    prefix = _PREFIXES.get(trace.kind, "")
     for event in trace.events:
         if "start_time_since_epoch_in_micros" in (event.get("args") or {}):
             continue
@@ -160,7 +166,7 @@ def as_events(trace: Trace, place: Callable[[np.ndarray], np.ndarray], first_pid
             continue
         if event["ph"] == "M" and event.get("name") == "process_name":
             label = (event.get("args") or {}).get("name", "")
-            one["args"] = {"name": f"{'Horovod: ' if is_horovod else 'torch: ' if 'torch' in trace.kind else ''}{label}"}
+            one["args"] = {"name": f"{prefix}{label}"}
         if event["ph"] in "stf" and "id" in event:
             one["id"] = first_pid * 1_000_000 + zlib.crc32(str(event["id"]).encode()) % 1_000_000
         made.append(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from hvdlite.errors import format_ranks
 from hvdlite.fusion import num_bytes
 from hvdlite.timeline.clock import ClockMap, Reading
 from hvdlite.timeline.phase import Phase
-from hvdlite.timeline.ring import Ring, TimelineError, check_complete, read_directory
+from hvdlite.timeline.ring import Ring, TimelineError, Wanted, check_complete, read_directory, read_header, read_ring
 
 #: Phases that end an entry.
 FINISHED = (Phase.ALLREDUCE, Phase.ALLGATHER, Phase.BROADCAST, Phase.ALLTOALL, Phase.REDUCESCATTER, Phase.BARRIER)
+#: By how much a time may be off that was brought to another clock and back.
+_ROUNDED_NS = 1000
 NEGOTIATED = tuple(range(Phase.NEGOTIATE_ALLREDUCE, Phase.NEGOTIATE_BARRIER + 1))
 
 
@@ -23,6 +26,7 @@ NEGOTIATED = tuple(range(Phase.NEGOTIATE_ALLREDUCE, Phase.NEGOTIATE_BARRIER + 1)
 class Rank:
     """One rank's records, of all its threads, in order of start; times in ns of rank 0's clock, from ``Job.zero_ns``.
 
+    From ``since_ns`` on the recording is whole: nothing is lost or left out for being old.
     ``records["name"]`` is an index into ``Job.names``; ``thread`` tells which ring of the rank each record is from.
     """
 
@@ -37,6 +41,7 @@ class Rank:
     torn: int
     cut: int
     header: dict[str, Any]
+    since_ns: int = 0
 
     def of(self, *phases: int) -> np.ndarray:
         """The records of some phases."""
@@ -67,6 +72,11 @@ class Job:
         return self.of_day.worst_error_ns + self.of_day.spread_ns
 
     @property
+    def since_ns(self) -> int:
+        """From when on the recordings of all ranks are whole."""
+        return max(rank.since_ns for rank in self.ranks)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What the job was run with, as its rings tell."""
         return self.ranks[0].header
@@ -83,14 +93,50 @@ class Job:
 
 def load_job(
     directory: Path | str, *, allow_missing: bool = False, allow_unsynced: bool = False, newest: int | None = None,
+    steps: tuple[int, int] | None = None,
 ) -> Job:
     """Read the rings in ``directory`` and bring them onto one clock.
 
-    Raises: TimelineError without rings or records; for missing ranks, and for clocks that were never compared, unless allowed.
+    ``newest``: so many records of each ring; ``steps``: the first and the first not to read. Memory holds what is read.
+    Raises: TimelineError without rings, records or those steps; for missing ranks, and for clocks that were never compared,
+    unless allowed.
     """
-    rings = read_directory(directory, newest=newest)
+    wanted = None if steps is None else _within(directory, steps, allow_unsynced)
+    rings = read_directory(directory, newest=newest, wanted=wanted)
     missing = check_complete(directory, rings, allow_missing)
     return merge(rings, missing, allow_unsynced=allow_unsynced, directory=str(directory))
+
+
+def _within(directory: Path | str, steps: tuple[int, int], allow_unsynced: bool) -> Callable[[int], Wanted]:
+    """What happened from the first rank's begin of the first step to the last one's end of the last step, on any rank."""
+    by_rank: dict[int, list[Ring]] = {}
+    for path in sorted(Path(directory).glob("ring-*.hvdring")):
+        header = read_header(path)
+        if header["thread"] != "background":  # the large one, which has no marks
+            by_rank.setdefault(header["rank"], []).append(read_ring(path, wanted=lambda found: np.isin(
+                found["phase"], (Phase.STEP, Phase.CLOCK))))
+    zero_clock = by_rank[0][0].header["clock"] if 0 in by_rank else None
+    clocks = {rank: _clock_of(rank, own, zero_clock, allow_unsynced, [], str(directory)) for rank, own in by_rank.items()}
+    begin, end = 1 << 62, -1 << 62
+    for rank, own in by_rank.items():
+        for ring in own:
+            marked = ring.records[(ring.records["phase"] == Phase.STEP) & _are_of(ring.records, steps)]
+            if len(marked):
+                begin = min(begin, int(clocks[rank].to_zero(marked["start_ns"]).min()))
+                end = max(end, int(clocks[rank].to_zero(marked["end_ns"]).max()))
+    if begin > end:
+        raise TimelineError(f"--steps {steps[0]}:{steps[1]}: no such step was marked, or it is lost: see hvdtrace report")
+
+    def of(rank: int) -> Wanted:
+        first, last = clocks.get(rank, ClockMap()).from_zero(np.array([begin, end])) + (-_ROUNDED_NS, _ROUNDED_NS)
+        return lambda found: (found["end_ns"] >= first) & (found["start_ns"] <= last) & (
+            (found["phase"] != Phase.STEP) | _are_of(found, steps))
+
+    return of
+
+
+def _are_of(records: np.ndarray, steps: tuple[int, int]) -> np.ndarray:
+    return (records["count"] >= steps[0]) & (records["count"] < steps[1])
 
 
 def merge(rings: list[Ring], missing: list[int], *, allow_unsynced: bool = False, directory: str = "") -> Job:
@@ -131,7 +177,8 @@ def merge(rings: list[Ring], missing: list[int], *, allow_unsynced: bool = False
         records["end_ns"] -= zero_ns
         ranks.append(Rank(
             rank, own[0].header["host"], records, thread, tuple(ring.header["thread"] for ring in own), clocks[rank], error,
-            sum(ring.lost for ring in own), sum(ring.torn for ring in own), sum(ring.cut for ring in own), own[0].header))
+            sum(ring.lost for ring in own), sum(ring.torn for ring in own), sum(ring.cut for ring in own), own[0].header,
+            max(0, *(int(clocks[rank].to_zero(np.array([ring.since_ns]))[0]) - zero_ns for ring in own if ring.since_ns > 0), 0)))
     for one in ranks:
         if one.lost:
             notes.append(f"rank {one.rank}: {one.lost} oldest records were overwritten: give --timeline-ring-mb more, or "
@@ -181,8 +228,6 @@ def _clock_of(
 
 def _zero_epoch(directory: str) -> int:
     """Rank 0's time of day less its clock, from its ring's header."""
-    from hvdlite.timeline.ring import read_header
-
     for path in sorted(Path(directory).glob("ring-00000-*.hvdring")):
         header = read_header(path)
         return int(header["realtime_ns"] - header["monotonic_ns"])

@@ -17,10 +17,12 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.errors import ConfigError
 from hvdlite.timeline.phase import Phase
+from hvdlite.timeline.recorder import Record, Timed
 
 _log = logging.getLogger("hvdlite")
 
@@ -78,13 +80,18 @@ class LiveTimeline:
             event["args"] = {"bytes": num_bytes}
         self._add(event)
 
+    note = span
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Record these."""
+        for phase, name, start_ns, end_ns, num_bytes, *_ in records:
+            self.span(phase, name, start_ns, end_ns, num_bytes)
+
     def describe(self, name: str, about: Any) -> None:
         """Nothing more is said of names here."""
 
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Any:
         """A context manager that records the time spent inside."""
-        from hvdlite.timeline.recorder import Timed
-
         return Timed(self, phase, name, num_bytes)
 
     def flush(self) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from hvdlite.timeline.phase import Phase
-from hvdlite.timeline.recorder import RingTimeline
+from hvdlite.timeline.recorder import Record, RingTimeline
 
 #: Marks whose names are phases of their own.
 _NAMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "input": Phase.INPUT}
+
+
+#: How often the kernel is asked for how long a thread waited for a processor. Chosen: that takes some 15 us.
+_READ_EVERY_NS = 25_000_000
 
 
 class Marks:
@@ -31,7 +35,8 @@ class Marks:
         self._owner: object = None
         self._is_manual = False
         self._last_ns = time.monotonic_ns()
-        self._used = (0, 0)
+        self._read_ns = self._unread_steps = 0
+        self._delays_ns: dict[int, int] = {}
         # Guards _rings.
         self._lock = threading.Lock()
         self._rings: dict[int, RingTimeline] = {}
@@ -56,27 +61,36 @@ class Marks:
         for ring in others:
             ring.is_recording = self._is_open
         self._last_ns = time.monotonic_ns()
-        self._used = self._usage()
+        self._read_delay(self._last_ns)
 
-    def step(self, owner: object = None) -> None:
-        """A step has ended. ``owner``: the optimizer that says so; the first one is heard, none once the user says it."""
+    def step(self, owner: object = None, spans: Sequence[tuple[str, int, int]] = ()) -> None:
+        """A step has ended. ``owner``: the optimizer that says so; the first one is heard, none once the user says it.
+        ``spans``: what this thread did in it, as ``spans`` takes it."""
         if owner is None:
             self._is_manual = True
         elif self._is_manual or (self._owner is not None and self._owner != owner):
+            self.spans(spans)
             return
         else:
             self._owner = owner
         now_ns = time.monotonic_ns()
         if self._make is not None:
-            used = self._usage()
             if self._is_open:
-                # What this thread got of a processor in the step, and how long it waited for one.
-                self._record(Phase.STEP, f"step {self.num_steps % 1000}", self._last_ns, now_ns, used[0] - self._used[0],
-                             self.num_steps, float(used[1] - self._used[1]))
-            self._used = used
+                records = self._as_records(spans)
+                self._unread_steps += 1
+                steps, delay_ns = self._unread_steps, 0
+                if now_ns - self._read_ns >= _READ_EVERY_NS:
+                    delay_ns = self._read_delay(now_ns)
+                # How long this thread waited for a processor in the last ``detail`` steps; 0 where that was not asked.
+                records.append((Phase.STEP, "step", self._last_ns, now_ns, 0, min(steps, 0xffff) if delay_ns else 0,
+                                self.num_steps, float(delay_ns), 0, 0, 0))
+                self._write(records)
+            elif now_ns - self._read_ns >= _READ_EVERY_NS:
+                self._read_delay(now_ns)  # what the window does not hold is no part of its first step
         self._last_ns = now_ns
         self.num_steps += 1
-        self.follow_window()
+        if self.window is not None:
+            self.follow_window()
 
     def follow_window(self) -> None:
         """Let the background thread's ring record as ``window`` says now."""
@@ -85,8 +99,12 @@ class Marks:
 
     def span(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record that this thread did ``name`` meanwhile."""
-        if self.is_recording:
-            self._record(_NAMED.get(name, Phase.MARK), name, start_ns, end_ns, 0, self.num_steps, 0.0)
+        self.spans([(name, start_ns, end_ns)])
+
+    def spans(self, spans: Sequence[tuple[str, int, int]]) -> None:
+        """Record several at once, each a name, its start and its end."""
+        if spans and self.is_recording:
+            self._write(self._as_records(spans))
 
     def close(self) -> None:
         """Nothing is recorded afterwards."""
@@ -95,7 +113,12 @@ class Marks:
             os.close(file)
         self._schedstat.clear()
 
-    def _record(self, phase: Phase, name: str, start_ns: int, end_ns: int, used_ns: int, step: int, delay_ns: float) -> None:
+    def _as_records(self, spans: Sequence[tuple[str, int, int]]) -> list[Record]:
+        step = self.num_steps
+        return [(_NAMED.get(name, Phase.MARK), name, start_ns, end_ns, 0, 0, step, 0.0, 0, 0, 0)
+                for name, start_ns, end_ns in spans]
+
+    def _write(self, records: Sequence[Record]) -> None:
         thread = threading.get_ident()
         ring = self._rings.get(thread)
         if ring is None:
@@ -104,18 +127,20 @@ class Marks:
                     return
                 label = "main" if threading.current_thread() is threading.main_thread() else f"user{len(self._rings)}"
                 ring = self._rings[thread] = self._make(label)
-        ring.span(phase, name, start_ns, end_ns, max(0, used_ns), 0, step, delay_ns)
+        ring.write(records)
 
-    def _usage(self) -> tuple[int, int]:
-        """Nanoseconds this thread has run, and has waited for a processor; 0 where the system does not tell."""
+    def _read_delay(self, now_ns: int) -> int:
+        """Nanoseconds that this thread has waited for a processor since it was read last; 0 where the system does not tell."""
+        self._read_ns, self._unread_steps = now_ns, 0
         thread = threading.get_ident()
         try:
             if thread not in self._schedstat:
                 self._schedstat[thread] = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-            ran, waited, _ = os.pread(self._schedstat[thread], 100, 0).split()
-            return int(ran), int(waited)
-        except (OSError, ValueError):
-            return time.thread_time_ns(), 0
+            delay_ns = int(os.pread(self._schedstat[thread], 100, 0).split()[1])
+        except (OSError, ValueError, IndexError):
+            return 0
+        before_ns, self._delays_ns[thread] = self._delays_ns.get(thread, delay_ns), delay_ns
+        return delay_ns - before_ns
 
 
 class Marked:

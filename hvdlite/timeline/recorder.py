@@ -7,7 +7,8 @@ operation's number is the same on every rank; 0 is none. Names lie beside it in 
 line: a string is the next name, an object says more about the name whose number is under "name". Both are appended
 before first use.
 *Guarantees*: bounded; no writer thread; what was written survives SIGKILL of the process. A record is written
-as: sequence word 0, payload, sequence word; a reader drops what is torn, and counts it.
+as: sequence word 0, payload, sequence word; a reader drops what is torn, and counts it. What lies in a ring's place from
+an earlier recording is moved, never overwritten: see ``earlier``.
 *Threads*: one writer per ring.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hvdlite.errors import ConfigError
+from hvdlite.timeline import earlier
 from hvdlite.timeline.phase import Phase
 
 HEADER_BYTES = 4096
@@ -40,8 +42,16 @@ OTHER = "(more names than are kept)"
 NUM_READINGS = 7
 
 
+#: Phase, name, start_ns, end_ns, num_bytes, detail, count, value, operation, plan, process set.
+Record = tuple[Phase, str, int, int, int, int, int, float, int, int, int]
+
+
 class Timeline(Protocol):
-    """What the runtime records into. ``operation``, ``plan`` and ``process_set`` go into every record until they change."""
+    """What the runtime records into. ``operation``, ``plan`` and ``process_set`` go into every span and note until they change.
+
+    After a step's computing every line of Python runs from cold caches: the first record then takes ten times as long as those
+    right after it. So what happens together is noted, and written together.
+    """
 
     is_recording: bool
     operation: int
@@ -54,11 +64,20 @@ class Timeline(Protocol):
     ) -> None:
         """Record an interval that has ended; times from ``time.monotonic_ns``."""
 
+    def note(
+        self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
+        value: float = 0.0,
+    ) -> None:
+        """Record it together with what comes next: nothing is written before the next ``span``, ``write`` or ``close``."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Record what was noted, then these, even where recording has been switched off since."""
+
     def describe(self, name: str, about: Any) -> None:
         """Say more about a name, once for each object ``about``, a Request."""
 
     def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Any:
-        """A context manager that records the time spent inside."""
+        """A context manager that notes the time spent inside."""
 
     def flush(self) -> None:
         """Make what was recorded visible to others; called at each heartbeat."""
@@ -77,6 +96,11 @@ class NullTimeline:
         self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
         value: float = 0.0,
     ) -> None:
+        pass
+
+    note = span
+
+    def write(self, records: Sequence[Record]) -> None:
         pass
 
     def describe(self, name: str, about: Any) -> None:
@@ -117,18 +141,19 @@ class RingTimeline:
         self._ids: dict[str, int] = {}
         self._about: dict[str, Any] = {}
         self._num_lines = 0
+        self._notes: list[Record] = []
+        #: The recording's name, as ``facts`` tell it.
+        self.job = str((facts or {}).get("job", ""))
         header = dict(magic=MAGIC, rank=rank, size=size, thread=thread, capacity=self._capacity, pid=os.getpid(),
                       host=socket.gethostname(), clock=clock_identity(), **time_of_day()._asdict(), **(facts or {}))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # New files, not the old ones emptied: whoever reads those goes on with what they were.
-            for old in (self.path, Path(f"{self.path}.names")):
-                old.unlink(missing_ok=True)
-            self._names = open(f"{self.path}.names", "w", encoding="ascii")
-            with open(self.path, "w+b") as file:
-                # Reserved now: a full disk is an error here and not a SIGBUS later.
-                os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + self._capacity * RECORD.size)
-                self._memory = mmap.mmap(file.fileno(), 0)
+            earlier.put_aside(self.path)
+            self._names = open(f"{self.path}.names", "x", encoding="ascii")
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            # Reserved now: a full disk is an error here and not a SIGBUS later.
+            os.posix_fallocate(self._file, 0, HEADER_BYTES + self._capacity * RECORD.size)
+            self._memory = mmap.mmap(self._file, 0)
         except OSError as reason:
             raise ConfigError(f"timeline {self.path}: {reason}: name a directory this rank may write to") from reason
         self._words = memoryview(self._memory).cast("Q")
@@ -138,19 +163,34 @@ class RingTimeline:
         self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
         value: float = 0.0,
     ) -> None:
-        if not self.is_recording:
-            return
-        name_id = self._ids.get(name)
-        if name_id is None:
-            name_id = self._intern(name)
-        number = self._count
-        place = HEADER_BYTES + number % self._capacity * 64
-        self._count = number + 1
-        words = self._words
-        words[place >> 3] = 0
-        _PAYLOAD.pack_into(self._memory, place + 8, start_ns, end_ns, num_bytes, name_id, phase, detail, self.operation,
-                           self.plan, count, self.process_set, value)
-        words[place >> 3] = number + 1
+        if self.is_recording:
+            self._notes.append((phase, name, start_ns, end_ns, num_bytes, detail, count, value, self.operation, self.plan,
+                                self.process_set))
+            self.write(())
+
+    def note(
+        self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
+        value: float = 0.0,
+    ) -> None:
+        if self.is_recording:
+            self._notes.append((phase, name, start_ns, end_ns, num_bytes, detail, count, value, self.operation, self.plan,
+                                self.process_set))
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self._notes:
+            records, self._notes = [*self._notes, *records], []
+        words, memory, ids, capacity, number = self._words, self._memory, self._ids, self._capacity, self._count
+        for phase, name, start_ns, end_ns, num_bytes, detail, count, value, operation, plan, process_set in records:
+            name_id = ids.get(name)
+            if name_id is None:
+                name_id = self._intern(name)
+            place = HEADER_BYTES + number % capacity * 64
+            number += 1
+            words[place >> 3] = 0
+            _PAYLOAD.pack_into(memory, place + 8, start_ns, end_ns, num_bytes, name_id, phase, detail, operation, plan, count,
+                               process_set, value)
+            words[place >> 3] = number
+            self._count = number
 
     def describe(self, name: str, about: Any) -> None:
         if self._about.get(name) is about or not self.is_recording:
@@ -174,9 +214,13 @@ class RingTimeline:
 
     def close(self) -> None:
         self.is_recording = False
+        self.write(())
         self._names.close()
         self._words.release()
         self._memory.close()
+        if self._count < self._capacity:  # what was reserved and not needed goes back; by number, for the file may have moved
+            os.ftruncate(self._file, HEADER_BYTES + self._count * RECORD.size)
+        os.close(self._file)
 
     def _intern(self, name: str) -> int:
         if len(self._ids) >= MAX_NAMES:
@@ -194,7 +238,7 @@ class RingTimeline:
 
 
 class Timed:
-    """Records the time between entering and leaving."""
+    """Notes the time between entering and leaving."""
 
     __slots__ = ("_name", "_num_bytes", "_phase", "_start_ns", "_timeline")
 
@@ -205,52 +249,7 @@ class Timed:
         self._start_ns = time.monotonic_ns()
 
     def __exit__(self, *exception: object) -> None:
-        self._timeline.span(self._phase, self._name, self._start_ns, time.monotonic_ns(), self._num_bytes)
-
-
-class TeeTimeline:
-    """Records into several timelines."""
-
-    is_recording = True
-
-    def __init__(self, timelines: Sequence[Timeline]) -> None:
-        self.timelines = tuple(timelines)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in ("operation", "plan", "process_set"):
-            for timeline in self.timelines:
-                setattr(timeline, name, value)
-
-    operation = plan = process_set = 0
-
-    def span(
-        self, phase: Phase, name: str, start_ns: int, end_ns: int, num_bytes: int = 0, detail: int = 0, count: int = 0,
-        value: float = 0.0,
-    ) -> None:
-        for timeline in self.timelines:
-            timeline.span(phase, name, start_ns, end_ns, num_bytes, detail, count, value)
-
-    def describe(self, name: str, about: Any) -> None:
-        for timeline in self.timelines:
-            timeline.describe(name, about)
-
-    def timed(self, phase: Phase, name: str, num_bytes: int = 0) -> Timed:
-        return Timed(self, phase, name, num_bytes)
-
-    def flush(self) -> None:
-        for timeline in self.timelines:
-            timeline.flush()
-
-    def close(self) -> None:
-        for timeline in self.timelines:
-            timeline.close()
-
-
-def rings_of(timeline: Timeline) -> list[RingTimeline]:
-    """The rings among what a timeline records into."""
-    parts = timeline.timelines if isinstance(timeline, TeeTimeline) else (timeline,)
-    return [one for one in parts if isinstance(one, RingTimeline)]
+        self._timeline.note(self._phase, self._name, self._start_ns, time.monotonic_ns(), self._num_bytes)
 
 
 class TimeOfDay(NamedTuple):

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdlite.timeline.amounts import Amount, rate, size
 from hvdlite.timeline.report import Report, mean_parts, peak_busbw
-from hvdlite.timeline.report_text import distinct, share_of_link, worded
+from hvdlite.timeline.report_text import distinct, is_text, share_of_link, worded
 from hvdlite.timeline.steps import PARTS
 
 #: Steps drawn one by one; of more every nth group's mean. Chosen: one for every two pixels.
@@ -63,13 +64,14 @@ def as_html(report: Report) -> str:
         "<h2>What to change</h2>", _advice(report), "<h2>Where a step goes</h2>", _legend(), _parts(report),
         "<h2>Step by step</h2>", _steps(report), "<h2>Who made whom wait</h2>", f"<p><b>{_text(report.blame.verdict)}</b></p>",
         _matrix(report), "<h2>Waiting for the last rank, by tensor</h2>",
+        '<p class="soft">ms a call; what is waited for the longest in all comes first</p>',
         _table(["tensor", "added ms", "spread ms", "last rank", "calls"], [
             [one.name, one.added_ns / 1e6, one.spread_ns / 1e6, f"{one.last_rank} ({100 * one.last_share:.0f} %)", one.calls]
             for one in report.tensors[:_ROWS]]),
         "<h2>Critical path</h2>", _path(report), "<h2>Fusion</h2>", _fusion(report), "<h2>Bandwidth</h2>", _bandwidth(report)]
     if report.compressed or report.decisions:
-        body += ["<h2>Compression</h2>", _table(["bucket", "operations", "MB", "saved %", "residual norm"], [
-            [one.bucket, one.operations, one.bytes / 1e6, 100 * one.saved, one.norm] for one in report.compressed[:_ROWS]]),
+        body += ["<h2>Compression</h2>", _table(["bucket", "operations", "size", "saved %", "residual norm"], [
+            [one.bucket, one.operations, size(one.bytes), 100 * one.saved, one.norm] for one in report.compressed[:_ROWS]]),
             *[f"<p>{_text(one)}</p>" for one in report.decisions[:_ROWS]]]
     return ('<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f'<link rel="icon" href="data:,"><title>hvdlite timeline report</title><style>{_STYLE}</style></head><body>'
@@ -169,7 +171,7 @@ def _path(report: Report) -> str:
 def _fusion(report: Report) -> str:
     fusion = report.fusion
     told = (f"<p>{fusion.operations} operations of {fusion.tensors_per_operation:.1f} tensors and "
-            f"{fusion.bytes_per_operation / 1e6:.3g} MB on average; {fusion.packed} packed ones fill "
+            f"{size(fusion.bytes_per_operation)} on average; {fusion.packed} packed ones fill "
             f"{100 * fusion.fill:.0f} % of the {fusion.threshold_bytes / 2**20:g} MiB threshold.</p>")
     return told + _table(["closed because of", "operations"], list(fusion.reasons.items())) + _table(
         ["another setting", "operations", "moving data, ms per step"],
@@ -179,20 +181,20 @@ def _fusion(report: Report) -> str:
 
 def _bandwidth(report: Report) -> str:
     peak = peak_busbw(report)
-    told = _table(["operation", "ranks", "MB", "calls", "ms", "algbw GB/s", "busbw GB/s", "% of link"], [
-        [row.phase, row.num_ranks, row.bytes / 1e6, row.operations, row.seconds * 1e3, row.algbw / 1e9,
-         row.busbw / 1e9 if row.busbw else "n/a", share_of_link(row, peak)]
+    told = _table(["operation", "ranks", "size", "calls", "ms", "algbw", "busbw", "% of link"], [
+        [row.phase, row.num_ranks, size(row.bytes), row.operations, row.seconds * 1e3, rate(row.algbw),
+         rate(row.busbw) if row.busbw else Amount("n/a"), share_of_link(row, peak)]
         for row in report.sizes])
-    fits = [f"<p>{one.phase}: {one.alpha_s * 1e6:.0f} &micro;s + bytes / {one.beta / 1e9:.3g} GB/s</p>" for one in report.fits]
-    links = [f"<p>link from rank {sender} to rank {receiver}: {rate / 1e6:.4g} MB/s</p>"
-             for sender, receiver, rate in report.blame.links[:_ROWS]]
-    return told + "".join(fits) + "".join(links)
+    fits = [f"<p>{one.phase}: {one.alpha_s * 1e6:.0f} &micro;s + bytes / {rate(one.beta)}</p>" for one in report.fits]
+    links = _table(["link measured at the start", "rate"], [
+        [f"from rank {sender} to rank {receiver}", rate(speed)] for sender, receiver, speed in report.blame.links[:_ROWS]])
+    return told + "".join(fits) + (links if report.blame.links else "")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     if not rows:
         return '<p class="soft">none</p>'
-    left = [isinstance(value, str) and column == 0 for column, value in enumerate(rows[0])]
+    left = [is_text(value) and column == 0 for column, value in enumerate(rows[0])]
 
     def cell(value: object, is_name: bool) -> str:
         shown = f"{value:.4g}" if isinstance(value, float) else _text(value)

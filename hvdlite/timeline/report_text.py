@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdlite.timeline.amounts import Amount, rate, size
 from hvdlite.timeline.bandwidth import SizeRow
 from hvdlite.timeline.fusion_use import WhatIf
 from hvdlite.timeline.report import Report, mean_parts, peak_busbw
@@ -57,9 +58,9 @@ def as_text(report: Report, *, width: int = 100, colour: bool = False) -> str:
             f"{kind} {100 * share:.0f} %" for kind, share in slow.kinds.items() if share > 0.005))
 
     if report.tensors:
-        words.title("Waiting for the last rank, by tensor (ms, mean)")
-        words.table(["added", "spread", "last rank", "calls", "tensor"], [
-            [one.added_ns / 1e6, one.spread_ns / 1e6, f"{one.last_rank} ({100 * one.last_share:.0f} %)", one.calls, one.name]
+        words.title("Waiting for the last rank, by tensor (ms a call)")
+        words.table(["added", "spread", "calls", "last rank", "tensor"], [
+            [one.added_ns / 1e6, one.spread_ns / 1e6, one.calls, f"{one.last_rank} ({100 * one.last_share:.0f} %)", one.name]
             for one in report.tensors[:_SHOWN]])
 
     words.title("Critical path")
@@ -72,8 +73,8 @@ def as_text(report: Report, *, width: int = 100, colour: bool = False) -> str:
     _bandwidth(report, words)
     if report.compressed or report.decisions:
         words.title("Compression")
-        words.table(["bucket", "operations", "MB", "saved %", "residual norm"], [
-            [one.bucket, one.operations, one.bytes / 1e6, 100 * one.saved, one.norm] for one in report.compressed[:_SHOWN]])
+        words.table(["bucket", "operations", "size", "saved %", "residual norm"], [
+            [one.bucket, one.operations, size(one.bytes), 100 * one.saved, one.norm] for one in report.compressed[:_SHOWN]])
         for decision in report.decisions[:_SHOWN]:
             words.line(decision)
     return "\n".join(words.lines) + "\n"
@@ -83,7 +84,7 @@ def _fusion(report: Report, words: _Words) -> None:
     fusion = report.fusion
     words.title("Fusion")
     words.line(f"{fusion.operations} operations of {fusion.tensors_per_operation:.1f} tensors and "
-               f"{fusion.bytes_per_operation / 1e6:.3g} MB; {fusion.packed} packed ones fill {100 * fusion.fill:.0f} % of "
+               f"{size(fusion.bytes_per_operation)}; {fusion.packed} packed ones fill {100 * fusion.fill:.0f} % of "
                f"{fusion.threshold_bytes / 2**20:g} MiB. Closed because of: " +
                ", ".join(f"{reason} {count}" for reason, count in fusion.reasons.items()) + ".")
     if report.what_if:
@@ -94,7 +95,7 @@ def _fusion(report: Report, words: _Words) -> None:
 
 def share_of_link(row: SizeRow, peak: float) -> float | str:
     """Percent of the slowest link's rate; of small operations the latency tells more, and they pass in a link's burst."""
-    return 100 * row.busbw / peak if peak and row.busbw and row.bytes >= _LARGE_BYTES else "n/a"
+    return 100 * row.busbw / peak if peak and row.busbw and row.bytes >= _LARGE_BYTES else Amount("n/a")
 
 
 def worded(one: WhatIf) -> str:
@@ -114,15 +115,16 @@ def distinct(tried: list[WhatIf], current: int) -> list[WhatIf]:
 def _bandwidth(report: Report, words: _Words) -> None:
     words.title("Bandwidth")
     peak = peak_busbw(report)
-    words.table(["operation", "ranks", "MB", "calls", "ms", "algbw GB/s", "busbw GB/s", "% of link"], [
-        [row.phase, row.num_ranks, row.bytes / 1e6, row.operations, row.seconds * 1e3, row.algbw / 1e9,
-         row.busbw / 1e9 if row.busbw else "n/a", share_of_link(row, peak)]
+    words.table(["operation", "ranks", "size", "calls", "ms", "algbw", "busbw", "% of link"], [
+        [row.phase, row.num_ranks, size(row.bytes), row.operations, row.seconds * 1e3, rate(row.algbw),
+         rate(row.busbw) if row.busbw else Amount("n/a"), share_of_link(row, peak)]
         for row in report.sizes])
     for one in report.fits:
-        words.line(f"{one.phase}: {one.alpha_s * 1e6:.0f} us + bytes / {one.beta / 1e9:.3g} GB/s "
-                   f"(busbw {one.busbw / 1e9:.3g} GB/s, fitted to {one.num_sizes} sizes)")
-    for sender, receiver, rate in report.blame.links:
-        words.line(f"link from rank {sender} to rank {receiver}: {rate / 1e6:.4g} MB/s, measured at the start")
+        words.line(f"{one.phase}: {one.alpha_s * 1e6:.0f} us + bytes / {rate(one.beta)} "
+                   f"(busbw {rate(one.busbw)}, " + (f"fitted to {one.num_sizes} sizes)" if one.num_sizes > 1 else
+                                                    "that of the slowest link: there is one size only)"))
+    for sender, receiver, speed in report.blame.links:
+        words.line(f"link from rank {sender} to rank {receiver}: {rate(speed)}, measured at the start")
 
 
 class _Words:
@@ -148,13 +150,18 @@ class _Words:
         widths[-1] = min(widths[-1], max(12, rest))
         for row in cells:
             row[-1] = row[-1] if len(row[-1]) <= widths[-1] else row[-1][: widths[-1] - 3] + "..."
-            is_name = [len(rows) > 0 and isinstance(rows[0][column], str) for column in range(len(head))]
+            is_name = [len(rows) > 0 and is_text(rows[0][column]) for column in range(len(head))]
             self.lines.append("  ".join(
                 text.ljust(size) if left else text.rjust(size)
                 for text, size, left in zip(row, widths, is_name, strict=True)).rstrip())
 
     def _painted(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self._colour and code else text
+
+
+def is_text(value: object) -> bool:
+    """Whether it stands on the left of a column."""
+    return isinstance(value, str) and not isinstance(value, Amount)
 
 
 def _cell(value: object) -> str:

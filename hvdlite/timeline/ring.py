@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ DTYPE = np.dtype({
     "itemsize": RECORD.size,
 })
 
+#: Rings below this size are read from end to end. Chosen: that takes some 50 ms, and relies on nothing.
+_LARGE_BYTES = 64 << 20
+#: Records that may have been written together, in any order. Chosen: more than a plan of many tensors makes.
+_TOGETHER = 256
 #: Slots that are looked at together. Chosen: memory stays small however large the ring is.
 _SLOTS_AT_ONCE = 1 << 17
 
@@ -34,7 +40,8 @@ class Ring:
     """What one thread recorded.
 
     ``records``: structured array in order of recording, fields as in ``DTYPE``. ``lost``: overwritten since; ``torn``:
-    dropped because the writer was in the middle of it; ``cut``: older ones left out by the reader.
+    dropped because the writer was in the middle of it; ``cut``: left out by the reader. ``since_ns``: from then on nothing of the
+    thread is lost, nor left out for being old.
     ``about``: by number of a name, the last thing said of it.
     """
 
@@ -45,47 +52,103 @@ class Ring:
     lost: int
     torn: int
     cut: int = 0
+    since_ns: int = -1 << 62
     about: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def read_ring(path: Path | str, *, newest: int | None = None) -> Ring:
-    """Read one ring file; of a large one only the ``newest`` records. Raises: TimelineError for what is none."""
+#: Which of some records are wanted.
+Wanted = Callable[[np.ndarray], np.ndarray]
+
+
+def read_ring(path: Path | str, *, newest: int | None = None, wanted: Wanted | None = None) -> Ring:
+    """Read one ring file; of a large one only the ``newest`` records, or those that ``wanted`` tells. Memory holds these and
+    a few MB.
+
+    Raises: TimelineError for what is no ring.
+    """
     path = Path(path)
     header = read_header(path)
     capacity = header["capacity"]
+    keeps_all = newest is None or newest >= capacity
     top = written = num_valid = 0
-    for slots, valid in _chunks(path, capacity):
+    parts = []
+    for slots, valid in _chunks(path, capacity, 0, capacity):
         written += int(((slots["sequence"] != 0) | (slots["end_ns"] != 0)).sum())
         num_valid += int(valid.sum())
         top = max(top, int(slots["sequence"][valid].max(initial=0)))
-    oldest = top - min(capacity, capacity if newest is None else newest)
-    parts = [slots[valid & (slots["sequence"].astype(np.int64) > oldest)] for slots, valid in _chunks(path, capacity)]
+        if keeps_all:
+            parts.append(_chosen(slots[valid], wanted))
+    oldest = max(0, top - capacity)
+    if newest is not None and not keeps_all:
+        oldest = max(0, top - newest)
+        for first, end in _ranges(oldest, top, capacity):
+            for slots, valid in _chunks(path, capacity, first, end):
+                parts.append(_chosen(slots[valid & (slots["sequence"].astype(np.int64) > oldest)], wanted))
     kept = np.concatenate(parts) if parts else np.zeros(0, DTYPE)
     kept = kept[np.argsort(kept["sequence"], kind="stable")]
     names, about = _read_names(path)  # afterwards: what is recorded has its name already
     good = kept["name"] < len(names)
     torn = max(0, written - num_valid) + int((~good).sum())
-    return Ring(path, header, kept[good], names, max(0, top - capacity), torn, max(0, num_valid - len(kept)), about)
+    since_ns = _whole_since(path, capacity, oldest, top) if oldest else -1 << 62
+    return Ring(path, header, kept[good], names, max(0, top - capacity), torn, max(0, num_valid - len(kept)), since_ns, about)
 
 
-def _chunks(path: Path, capacity: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pieces of a ring: the slots, and which of them hold a whole record of this writer."""
+def _whole_since(path: Path, capacity: int, oldest: int, top: int) -> int:
+    """When the first records after the one numbered ``oldest`` were written; what is lost had ended by then."""
+    together = min(_TOGETHER, 1 + (top - oldest) // 16)
+    ends = [slots["end_ns"][valid] for first, end in _ranges(oldest, min(top, oldest + together), capacity)
+            for slots, valid in _chunks(path, capacity, first, end)]
+    return int(max((one.max() for one in ends if len(one)), default=-1 << 62))
+
+
+def _chosen(records: np.ndarray, wanted: Wanted | None) -> np.ndarray:
+    return records if wanted is None or not len(records) else records[wanted(records)]
+
+
+def _ranges(oldest: int, top: int, capacity: int) -> list[tuple[int, int]]:
+    """The slots of records ``oldest`` to ``top`` - 1, as one or two ranges."""
+    if top <= oldest:
+        return []
+    first, last = oldest % capacity, (top - 1) % capacity
+    return [(first, last + 1)] if first <= last else [(0, last + 1), (first, capacity)]
+
+
+def _chunks(path: Path, capacity: int, first: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pieces of a ring: the slots, and which of them hold a whole record of this writer. Holes of the file are passed over."""
     with open(path, "rb") as file:
-        for first in range(0, capacity, _SLOTS_AT_ONCE):
-            count = min(_SLOTS_AT_ONCE, capacity - first)
+        while first < end:
+            first, until = _next_data(file.fileno(), first, end)
+            if first >= end:
+                return
+            count = min(_SLOTS_AT_ONCE, until - first)
             looks = []
             for _ in range(2):
-                file.seek(HEADER_BYTES + first * RECORD.size)
-                content = file.read(count * RECORD.size)
+                content = os.pread(file.fileno(), count * RECORD.size, HEADER_BYTES + first * RECORD.size)
                 looks.append(np.frombuffer(content, DTYPE, count=len(content) // RECORD.size))
             slots, again = looks
-            if not len(slots):
-                return
+            if not len(again):
+                return  # shorter than it was made: closed meanwhile, what was not needed cut off
+            slots = slots[: len(again)]
             numbers = slots["sequence"].astype(np.int64) - 1
             # Record k lies at slot k % capacity: anything else there is not from this writer. What a live writer replaces while
             # it is read has another number at the second look.
             valid = (numbers >= 0) & (numbers % capacity == first + np.arange(len(slots)))
             yield slots, valid & (slots["sequence"] == again["sequence"])
+            first += len(slots)
+
+
+def _next_data(file: int, first: int, end: int) -> tuple[int, int]:
+    """From slot ``first`` on, where the file holds something other than holes: first slot and the one after the last."""
+    if end * RECORD.size < _LARGE_BYTES:
+        return first, end
+    try:
+        at = os.lseek(file, HEADER_BYTES + first * RECORD.size, os.SEEK_DATA)
+        hole = os.lseek(file, at, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but holes
+            return end, end
+        return first, end  # a file system that does not tell
+    return max(first, (at - HEADER_BYTES) // RECORD.size), min(end, -(-(hole - HEADER_BYTES) // RECORD.size))
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -101,20 +164,36 @@ def read_header(path: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def read_directory(directory: Path | str, *, newest: int | None = None) -> list[Ring]:
-    """Read every ring of a job, in rank order. Raises: TimelineError when there is none, or of two jobs."""
+def read_directory(
+    directory: Path | str, *, newest: int | None = None, wanted: Callable[[int], Wanted] | None = None,
+) -> list[Ring]:
+    """Read every ring of a job, in rank order; see ``read_ring``. ``wanted``: what is wanted of a rank's records.
+
+    Raises: TimelineError when there is none, or of two jobs.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         raise TimelineError(f"{directory}: no such directory: name what hvdrun --timeline wrote to")
     paths = sorted(directory.glob("ring-*.hvdring"))
     if not paths:
         raise TimelineError(f"{directory}: no ring file in it: record with hvdrun --timeline DIR")
-    rings = [read_ring(path, newest=newest) for path in paths]
-    sizes = {ring.header["size"]: ring.header["rank"] for ring in rings}
-    if len(sizes) > 1:
-        told = ", ".join(f"that of rank {rank} is of {size} ranks" for size, rank in sorted(sizes.items()))
-        raise TimelineError(f"{directory}: rings of two jobs: {told}: record each job into a directory of its own")
+    rings = []
+    for path in paths:
+        header = read_header(path)
+        # The few readings of clocks are about the whole job.
+        is_clock = header["thread"] == "clock"
+        rings.append(read_ring(path, newest=None if is_clock else newest,
+                               wanted=None if is_clock or wanted is None else wanted(header["rank"])))
+    jobs = {(ring.header.get("job", ""), ring.header["size"]): ring.header["rank"] for ring in rings}
+    if len(jobs) > 1:
+        told = ", ".join(f"that of rank {rank} is of job {job!r} of {size} ranks" for (job, size), rank in sorted(jobs.items()))
+        raise TimelineError(f"{directory}: rings of two jobs: {told}: leave those of one job here, and move the others away")
     return rings
+
+
+def num_ranks_in(directory: Path | str) -> int:
+    """How many ranks have left rings in a directory."""
+    return len({path.name.split("-")[1] for path in Path(directory).glob("ring-*.hvdring")})
 
 
 def missing_ranks(rings: list[Ring]) -> list[int]:

@@ -76,10 +76,14 @@ def activity(rank: Rank) -> Activity:
 def find_steps(job: Job) -> Steps:
     """Find the steps that all ranks have, and take them apart. Raises: TimelineError where nothing tells of any."""
     bounds, source = _bounds(job)
-    common = sorted(set.intersection(*(set(one) for one in bounds)))
+    # A step that began before some ring's oldest record would seem to be free of what that ring has lost.
+    since_ns = job.since_ns
+    common = [number for number in sorted(set.intersection(*(set(one) for one in bounds)))
+              if min(one[number][0] for one in bounds) >= since_ns]
     if not common:
         raise TimelineError(
-            "no step is on all ranks: their rings cover different times: give --timeline-ring-mb more, or see hvdtrace doctor")
+            "no step is whole on all ranks: their rings cover different times, or less than a step: give --timeline-ring-mb "
+            "more, or see hvdtrace doctor")
     starts = np.array([[one[number][0] for number in common] for one in bounds], np.int64)
     ends = np.array([[one[number][1] for number in common] for one in bounds], np.int64)
     activities = tuple(activity(rank) for rank in job.ranks)
@@ -109,7 +113,8 @@ def _bounds(job: Job) -> tuple[list[dict[int, tuple[int, int]]], str]:
     name = _recurring(job)
     if name is None:
         ends = [int(rank.records["end_ns"].max(initial=0)) for rank in job.ranks]
-        return [{0: (0, end)} for end in ends], "none marked: the whole recording is taken for one step: call hvdlite.mark_step()"
+        return [{0: (job.since_ns, max(end, job.since_ns))} for end in ends], (
+            "none marked: the whole recording is taken for one step: call hvdlite.mark_step()")
     found = []
     for rank in job.ranks:
         # Submissions are numbered from the end: rings may have lost different numbers at the beginning.
@@ -137,5 +142,9 @@ def _recurring(job: Job) -> int | None:
 def _delays(rank: Rank, numbers: list[int]) -> np.ndarray:
     """How long the user's thread waited for a processor in each step, as the kernel tells."""
     records = rank.of(Phase.STEP)
-    known = dict(zip(records["count"].tolist(), records["value"].tolist(), strict=True))
+    known: dict[int, float] = {}
+    for number, value, num_steps in records[["count", "value", "detail"]].tolist():
+        # What was read after several steps is theirs to equal parts: the kernel is not asked in every short step.
+        for one in range(max(1, num_steps)):
+            known[number - one] = value / max(1, num_steps)
     return np.array([int(known.get(number, 0)) for number in numbers], np.int64)

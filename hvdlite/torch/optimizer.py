@@ -144,7 +144,7 @@ class _Distributed:
 
         Raises: AssertionError where gradients were changed since backward; the exchange's errors.
         """
-        self._phases.backward_ended(default_runtime().marks)
+        self._phases.backward_ended()
         self._register()
         failure: BaseException | None = None
         for one in self._exchanges:

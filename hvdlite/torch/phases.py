@@ -18,11 +18,13 @@ class StepPhases:
 
     def __init__(self) -> None:
         self._waiting: Any = None
+        self._seen: list[tuple[str, int, int]] = []
         self._forward_end_ns = 0
 
     def step_ended(self, marks: Marks, owner: str) -> None:
         """Mark the step and watch for the next one's forward."""
-        marks.step(owner)
+        marks.step(owner, self._seen)
+        self._seen.clear()
         self._forget()
         if not marks.is_recording:
             return
@@ -32,21 +34,21 @@ class StepPhases:
             # Any module's first call after the step is the model's, or of what feeds it.
             self._forget()
             began_ns = time.monotonic_ns()
-            marks.span("input", ended_ns, began_ns)
+            self._seen.append(("input", ended_ns, began_ns))
 
             def returned(module: Any, arguments: Any, result: Any) -> None:
                 after.remove()
                 self._forward_end_ns = time.monotonic_ns()
-                marks.span("forward", began_ns, self._forward_end_ns)
+                self._seen.append(("forward", began_ns, self._forward_end_ns))
 
             after = module.register_forward_hook(returned)
 
         self._waiting = modules.register_module_forward_pre_hook(first_call)
 
-    def backward_ended(self, marks: Marks) -> None:
+    def backward_ended(self) -> None:
         """All gradients have been computed, and possibly clipped."""
-        if self._forward_end_ns and marks.is_recording:
-            marks.span("backward", self._forward_end_ns, time.monotonic_ns())
+        if self._forward_end_ns:
+            self._seen.append(("backward", self._forward_end_ns, time.monotonic_ns()))
         self._forward_end_ns = 0
 
     def _forget(self) -> None:

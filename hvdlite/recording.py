@@ -1,0 +1,237 @@
+"""What the background thread records about itself: calls, plans, buckets, its late wake-ups, and the clocks of the ranks.
+
+*Threads*: the background thread. Callers ask ``is_recording`` first: where nothing is written, nothing is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from hvdlite.control.base import ControlPlane
+from hvdlite.control.clock import compare_clocks, probe_link
+from hvdlite.fusion import Bucket, Plan
+from hvdlite.message import Collective, Request
+from hvdlite.tensor_queue import TensorEntry
+from hvdlite.timeline.phase import REASONS, Phase
+from hvdlite.timeline.recorder import NullTimeline, Record, Timeline, time_of_day
+
+#: How often ranks that record compare their clocks. Chosen: crystals drift by up to 50 us a second, steadily.
+_CLOCKS_EVERY_NS = 30_000_000_000
+#: A wake-up later than this is recorded, if the process did not use its processor meanwhile. Chosen: more than timers and
+#: Python's switches between threads take.
+_LATE_NS = 8_000_000
+#: What a plan completes within this time is written together. Chosen.
+_COMPANY_NS = 2_000_000
+#: The processor time before a sleep is known to within this. Chosen: reading it costs as much as a record.
+_USED_EVERY_NS = 4_000_000
+#: Sleeps of so much in all are timed together. Measured: a late rank makes 20 to 130 in a step.
+_TOGETHER_S = 1e-3
+#: Requests whose names are kept. Chosen: more than a model has; programs that name every call anew must not fill the memory.
+_MAX_REQUESTS = 1 << 14
+#: The longest text of an error that is recorded.
+_MAX_TEXT = 2000
+
+_REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}
+
+
+class _Words(NamedTuple):
+    """How the records of one request are called. ``request`` keeps its id from being used again."""
+
+    request: Request
+    label: str
+    negotiating: Phase
+    whole: Phase
+
+
+class _Agreed(NamedTuple):
+    """The plan that is being executed."""
+
+    plan: Plan
+    start_ns: int
+    at_ns: int
+    number: int
+    first: int
+
+
+class Recording:
+    """Writes what happens into a timeline."""
+
+    def __init__(self, timeline: Timeline, clocks: Timeline | None, marks_cycles: bool) -> None:
+        """``clocks``: what readings of clocks go into, which must outlive whatever fills the ring."""
+        self.timeline = timeline
+        self.clocks: Timeline = clocks or NullTimeline()
+        self.marks_cycles = marks_cycles
+        self._next_clocks_ns = 0
+        self._has_probed = False
+        self._used_ns = self._used_at_ns = 0
+        #: When the first of the sleeps that are timed together began; 0 where there is none.
+        self.asleep_ns = 0
+        self._slept_s = 0.0
+        self._words: dict[int, _Words] = {}
+        # Calls that have come and are not written yet, and what is being executed.
+        self._fresh: list[TensorEntry] = []
+        self._agreed: _Agreed | None = None
+        #: What is complete and not written yet: slot, entry, operation, when, and since when a thread was blocked in its handle.
+        self.done: list[tuple[int, TensorEntry, int, int, int]] = []
+        self._records: list[Record] = []
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether anything is written at this moment."""
+        return self.timeline.is_recording
+
+    def record_into(self, timeline: Timeline, clocks: Timeline) -> None:
+        """Write into these from now on."""
+        self.settle()
+        self._agreed = None
+        self.timeline = timeline
+        if clocks is not self.clocks:
+            self.clocks, self._next_clocks_ns, self._has_probed = clocks, 0, False
+
+    def is_comparison_due(self, is_leaving: bool) -> bool:
+        """Whether all ranks should compare their clocks now."""
+        return self.clocks.is_recording and (is_leaving or time.monotonic_ns() >= self._next_clocks_ns)
+
+    def compare_clocks(self, control: ControlPlane) -> None:
+        """All ranks together: those that record note what they have heard."""
+        self._next_clocks_ns = time.monotonic_ns() + _CLOCKS_EVERY_NS
+        reading = compare_clocks(control)
+        self.clocks.span(Phase.CLOCK, "clock", reading.own_ns, reading.zero_ns, value=reading.error_ns)
+        now = time_of_day()
+        self.clocks.span(Phase.TIME_OF_DAY, "time of day", now.monotonic_ns, now.realtime_ns, value=now.realtime_error_ns)
+        if not self._has_probed:
+            self._has_probed = True
+            if (link := probe_link(control)) is not None:
+                self.clocks.operation = link[0]
+                self.clocks.span(Phase.LINK, "link", link[2], link[3], link[1])
+                self.clocks.operation = 0
+
+    def submission(self, entry: TensorEntry) -> None:
+        """A call has come from a user's thread."""
+        self._fresh.append(entry)
+
+    def settle(self) -> None:
+        """Write which calls have come: before anything waits for other ranks, so that it is known whatever becomes of that."""
+        if not self._fresh:
+            return
+        timeline, records, known = self.timeline, [], self._words
+        for entry in self._fresh:
+            request, inputs, at_ns = entry.request, entry.inputs, entry.submitted_ns
+            label = (known.get(id(request)) or self._words_of(request)).label
+            timeline.describe(label, request)
+            # Of a group the reader adds up the shapes: it need not be done in every step.
+            num_bytes = inputs[0].array.nbytes if len(inputs) == 1 else 0
+            records.append((Phase.SUBMIT, label, at_ns, at_ns, num_bytes, 0, len(inputs), 0.0, 0, 0, request.key.process_set_id))
+        self._fresh.clear()
+        timeline.write(records)
+
+    def negotiation(self, plan: Plan, start_ns: int, plan_number: int, first: int) -> None:
+        """A plan was agreed in the cycle that began at ``start_ns``; ``first`` is the number of its first operation."""
+        if self._fresh:
+            self.settle()
+        self.timeline.plan = plan_number
+        self._agreed = _Agreed(plan, start_ns, time.monotonic_ns(), plan_number, first)
+        if self.marks_cycles:
+            self.timeline.note(Phase.CYCLE_START, "cycle", start_ns, start_ns)
+
+    def bucket(self, bucket: Bucket, entries: Mapping[int, TensorEntry], began_ns: int, ended_ns: int, *, is_last: bool) -> None:
+        """A bucket has been executed, and what it completed is in ``done`` and was handed over: the threads that it wakes get
+        going meanwhile. ``is_last``: of its plan; else it may wait for company."""
+        agreed = self._agreed
+        if agreed is None:
+            return
+        self._records.append((
+            Phase.BUCKET, bucket.label, began_ns, ended_ns, bucket.num_bytes or _bytes_of(bucket, entries),
+            _REASON_CODES[bucket.reason], len(bucket.segments), 0.0, self.timeline.operation, agreed.number,
+            bucket.request.key.process_set_id))
+        if is_last or ended_ns - agreed.at_ns > _COMPANY_NS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what was executed and what is complete."""
+        agreed, records, done = self._agreed, self._records, self.done
+        if agreed is None:
+            return
+        (plan, start_ns, agreed_ns, number, first), known = agreed, self._words
+        for slot, entry, operation, now_ns, awaited_ns in done:
+            request, queued_ns = entry.request, entry.submitted_ns
+            words = known.get(id(request)) or self._words_of(request)
+            label, own, process_set = words.label, first + plan.places[slot], request.key.process_set_id
+            seen_ns = start_ns if start_ns > queued_ns else queued_ns
+            records += (
+                (Phase.QUEUE, label, queued_ns, seen_ns, 0, 0, 0, 0.0, own, number, process_set),
+                (words.negotiating, label, seen_ns, agreed_ns, 0, 0, 0, 0.0, own, number, process_set),
+                (words.whole, label, queued_ns, now_ns, 0, 0, len(entry.inputs), 0.0, operation, number, process_set))
+            if awaited_ns:  # how long a thread was blocked in the entry's handle
+                records.append((Phase.WAIT, label, awaited_ns, now_ns, 0, 0, 0, 0.0, operation, number, process_set))
+        done.clear()
+        self.timeline.write(records)
+        records.clear()
+
+    def failure(self, entry: TensorEntry, error: str) -> None:
+        """An entry has failed."""
+        self.settle()
+        timeline, now_ns = self.timeline, time.monotonic_ns()
+        timeline.operation, timeline.process_set = 0, entry.request.key.process_set_id
+        timeline.span(Phase.ERROR, f"{entry.request.key}: {error}"[:_MAX_TEXT], now_ns, now_ns)
+        if entry.handle.awaited_ns:
+            timeline.span(Phase.WAIT, self._words_of(entry.request).label, entry.handle.awaited_ns, now_ns)
+
+    def sleep(self, wait: Callable[[float], bool], seconds: float) -> bool:
+        """Wait; some sleeps in a row are timed together, see ``awake``."""
+        if self._fresh:
+            self.settle()
+        if not self.timeline.is_recording:
+            return wait(seconds)
+        if self.asleep_ns and self._slept_s + seconds > _TOGETHER_S:
+            self.awake()
+        if not self.asleep_ns:
+            self.asleep_ns = now_ns = time.monotonic_ns()
+            if now_ns - self._used_at_ns > _USED_EVERY_NS:
+                self._used_ns, self._used_at_ns = time.process_time_ns(), now_ns
+        self._slept_s += seconds
+        result = wait(seconds)
+        if seconds > _TOGETHER_S:
+            self.awake()
+        return result
+
+    def awake(self) -> None:
+        """The last sleep is over: record where it, or those before it, took much longer, because this process did not run."""
+        now_ns, due_ns = time.monotonic_ns(), self.asleep_ns + int(self._slept_s * 1e9)
+        self.asleep_ns, self._slept_s = 0, 0.0
+        # A process that computes without letting Python go on is late too, but uses its processor.
+        if now_ns - due_ns > _LATE_NS and 2 * (time.process_time_ns() - self._used_ns) < now_ns - due_ns:
+            self.timeline.span(Phase.NOT_RUNNING, "not running", due_ns, now_ns)
+
+    def close(self, kind: str, reason: str) -> None:
+        """The loop ends because of this; nothing is recorded afterwards."""
+        self.settle()
+        self.finish()
+        if self.timeline.is_recording:
+            now_ns = time.monotonic_ns()
+            self.timeline.span(Phase.END, f"{kind}: {reason}"[:_MAX_TEXT], now_ns, now_ns)
+        self.timeline.close()
+        self.clocks.close()
+
+    def _words_of(self, request: Request) -> _Words:
+        found = self._words.get(id(request))
+        if found is None:
+            if len(self._words) >= _MAX_REQUESTS:
+                self._words.clear()
+            name = request.key.collective.upper()
+            # Calls that are about the job and not about tensors have no phases of their own.
+            found = self._words[id(request)] = _Words(
+                request, request.label, Phase.__members__.get(f"NEGOTIATE_{name}", Phase.QUEUE),
+                Phase.__members__.get(name, Phase.QUEUE))
+        return found
+
+
+def _bytes_of(bucket: Bucket, entries: Mapping[int, TensorEntry]) -> int:
+    """What a bucket holds; an allgather's is its result."""
+    if bucket.num_bytes:
+        return bucket.num_bytes
+    entry = entries[bucket.segments[0].slot]
+    gathers = bucket.request.key.collective == Collective.ALLGATHER
+    return sum(buffer.array.nbytes for buffer in (entry.outputs if gathers else entry.inputs))
