@@ -26,6 +26,7 @@ import numpy as np
 from hvdlite import stall
 from hvdlite.backoff import sleep_s
 from hvdlite.collectives import EXECUTE
+from hvdlite.collectives import device as on_device
 from hvdlite.collectives.join import neutral_entry
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.compression.policy import Decision
@@ -33,7 +34,9 @@ from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config
 from hvdlite.control.base import ControlPlane
 from hvdlite.control.clock import compare_clocks, probe_link
+from hvdlite.dataplane import order
 from hvdlite.dataplane.base import DataPlane
+from hvdlite.dataplane.gpus import Gpus
 from hvdlite.errors import (
     HorovodInternalError,
     InternalError,
@@ -80,9 +83,10 @@ class Background:
 
     def __init__(
         self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline, clocks: Timeline | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         """``plane`` is that of all ranks; those of other process sets are made from it. ``clocks``: what readings of clocks are
-        recorded into."""
+        recorded into. ``gpus``: how tensors of this rank's GPU travel."""
         self.queue = TensorQueue()
         self.slots = SlotTable(config.cache_capacity)
         self.num_cycles = 0
@@ -94,6 +98,7 @@ class Background:
         self._cycle_time_s = config.cycle_time_ms / 1e3
         self._control = control
         self._planes = {0: plane}
+        self._gpus = gpus or Gpus(config.gpu_plane)
         self._process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(control.topology.size))}
         self._next_process_set_id = 1
         self._timeline = timeline
@@ -367,7 +372,7 @@ class Background:
             if key.collective in SINGULAR:
                 self._change_job(self._pending[key])
             elif key.process_set_id in self._planes:
-                EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
+                self._execute_bucket(bucket, entries, self._planes[key.process_set_id])
                 if is_recording:
                     timeline.process_set = key.process_set_id
                     timeline.span(
@@ -375,6 +380,13 @@ class Background:
                         REASONS.index(bucket.reason), len(bucket.segments))
                 for slot in bucket.finishes:
                     self._complete(slot, entries[slot])
+
+    def _execute_bucket(self, bucket: Bucket, entries: dict[int, TensorEntry], plane: DataPlane) -> None:
+        run = EXECUTE[bucket.request.key.collective]
+        if bucket.request.device == "cpu":
+            run(bucket, entries, plane, self._workspace)
+        else:
+            on_device.execute(bucket, entries, plane, self._gpus, self._workspace, run)
 
     def _stand_in(self, plan: Plan, entries: dict[int, TensorEntry]) -> None:
         """After join(), take part in what others submit, with values that change nothing."""
@@ -427,6 +439,7 @@ class Background:
         self._workspace.autos.pop(process_set_id, None)
         plane = self._planes.pop(process_set_id, None)
         if plane is not None:
+            self._gpus.close(process_set_id)
             plane.close()
         self._mask = sum(1 << slot for entry in self._pending.values()
                          if (slot := self._matches(entry.request)) is not None)
@@ -474,8 +487,9 @@ class Background:
         try:
             for buffer in entry.outputs:
                 if buffer.write_back:
-                    buffer.write_back()
+                    buffer.write_back(*(() if buffer.on is None else (buffer.on.stream,)))
             result = entry.result(entry)
+            arrive = order.finish(entry)
         except Exception as error:  # this rank's own business: the exchange itself is over
             entry.handle.fail(InternalError(f"{key}: its result cannot be handed over: {type(error).__name__}: {error}"))
             self.queue.notice_end()
@@ -483,7 +497,7 @@ class Background:
         if self._timeline.is_recording:
             self._record_end(entry, Phase[key.collective.upper()], time.monotonic_ns())
         self.num_completed += 1
-        entry.handle.complete(result)
+        entry.handle.complete(result, arrive)
         self.queue.notice_end()
 
     def _fail(self, key: Key, error: BaseException) -> None:
@@ -555,6 +569,7 @@ class Background:
     def _look_for_abandonment(self) -> None:
         if self._abandoned is not None:
             raise self._abandoned
+        self._gpus.poll()
 
     def _look_at_silence(self) -> None:
         limit_s = self._config.stall_warning_s
@@ -602,6 +617,7 @@ class Background:
                 failure = PeerFailedError(f"{key}: still waited for when the job ended: {reason}")
                 failure.is_final = is_final
             self._fail(key, failure)
+        self._end_gpus(reason)
         try:
             if self._timeline.is_recording:
                 now_ns = time.monotonic_ns()
@@ -610,6 +626,17 @@ class Background:
             self.clocks.close()
         except Exception:
             _log.exception("the timeline cannot be finished")  # what follows, the end of the job, matters more
+
+
+    def _end_gpus(self, reason: str) -> None:
+        """Streams come to their end: in good order, or because what they wait for is given up."""
+        try:
+            if self.is_clean:
+                self._gpus.close()
+            else:
+                self._gpus.abort(reason)
+        except Exception:
+            _log.exception("the GPU's planes cannot be given up")
 
 
 def _bytes_of(bucket: Bucket, entries: Mapping[int, TensorEntry]) -> int:

@@ -84,7 +84,7 @@ class FakeMemory:
 
     def __del__(self):
         for stream in self.device.streams:
-            for ranges in list(stream.pending):
+            for ranges in stream.pending.copy():
                 if any(start < self.address + self.num_bytes and self.address < start + size for start, size in ranges):
                     self.device.faults.append(f"memory freed while {stream.name} was to use it")
                     _leaked.append(self.bytes)
@@ -103,7 +103,7 @@ class FakeDevice:
         self.stream, self.wire, self.user = (one.handle for one in self.streams)
         self.calls, self.done, self.faults = [], [], []
         self.num_kept = 0
-        self._kept = deque()
+        self._kept, self._uploads = deque(), []
 
     def _put(self, stream, what, function, *ranges):
         chosen = _streams[self.stream if stream is None else stream]
@@ -126,7 +126,7 @@ class FakeDevice:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()
         there = self.allocate(len(flat))
         self.copy(there.address, flat.ctypes.data, len(flat))
-        self.keep(flat, there)
+        self._uploads.append((flat, there))
         return there.address
 
     def launch(self, kernel, num_warps, *arguments):
@@ -155,6 +155,9 @@ class FakeDevice:
         self._kept.append((self.record(), what))
 
     def poll(self):
+        if self._uploads:
+            uploads, self._uploads = self._uploads, []
+            self.keep(uploads)
         while self._kept and self._kept[0][0].is_done():
             self._kept.popleft()
 

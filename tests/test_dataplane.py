@@ -3,6 +3,7 @@
 tests/parallel/test_dataplane.py runs the same contract over MPI.
 """
 
+import sys
 import threading
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 from fake_gpu import FakeDevice, FakeNccl, NcclError
 from plane_contract import CONTRACT, DeviceMemory, HostMemory
 
+from hvdlite.config import Config
 from hvdlite.control.local import LocalGroup
 from hvdlite.dataplane.local import LocalPlane
 from hvdlite.dataplane.nccl import NcclPlane
-from hvdlite.errors import TransportError
+from hvdlite.errors import TransportError, UnavailableError
 from hvdlite.message import ReduceOp
+from hvdlite.runtime import Runtime
 
 
 def on_ranks(size, body, timeout_s=30):
@@ -249,3 +252,11 @@ def test_two_ranks_on_one_gpu_are_told_in_nccls_words():
 
     nccl = Duplicate()
     on_ranks(2, body)
+
+
+def test_nccl_asked_for_where_there_is_no_gpu_is_an_error_at_init_that_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as where it is not installed
+    with pytest.raises(UnavailableError, match=r"HVDLITE_GPU_PLANE=nccl.*pip install hvdlite\[gpu\]"):
+        Runtime.local(LocalGroup(1), 0, Config(gpu_plane="nccl"))
+    Runtime.local(LocalGroup(1), 0, Config(gpu_plane="auto"))
+    Runtime.local(LocalGroup(1), 0, Config(gpu_plane="mpi"))

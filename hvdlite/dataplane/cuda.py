@@ -103,6 +103,8 @@ class CudaDevice:
         self._cupy, self._numba = cupy, cuda
         self._runtime = cupy.cuda.runtime
         self._kept: deque[tuple[CudaEvent, tuple[Any, ...]]] = deque()
+        #: What the operation that is being enqueued has uploaded: its kernels come after that, and before the next ``poll``.
+        self._uploads: list[Any] = []
         with self._current("opening it"):
             properties = self._runtime.getDeviceProperties(index)
             self.identity = int.from_bytes(bytes(properties["uuid"])[:8], "little") >> 1
@@ -126,7 +128,7 @@ class CudaDevice:
         host, there = self.pinned(len(flat)), self.allocate(len(flat))
         host[:] = flat
         self.copy(there.address, host.ctypes.data, len(flat))
-        self.keep(host, there)
+        self._uploads.append((host, there))
         return there.address
 
     def launch(self, kernel: Any, num_warps: int, *arguments: Any) -> None:
@@ -148,7 +150,7 @@ class CudaDevice:
             self._runtime.eventRecord(event.ptr, self.stream if stream is None else stream)
         return CudaEvent(event)
 
-    def wait_for(self, event: CudaEvent, stream: int | None = None) -> None:
+    def wait_for(self, event: Any, stream: int | None = None) -> None:
         with self._current("waiting for an event"):
             self._runtime.streamWaitEvent(self.stream if stream is None else stream, event.event.ptr)
 
@@ -156,6 +158,9 @@ class CudaDevice:
         self._kept.append((self.record(), what))
 
     def poll(self) -> None:
+        if self._uploads:
+            uploads, self._uploads = self._uploads, []
+            self.keep(uploads)
         with self._current("a call that was under way"):
             while self._kept and self._kept[0][0].is_done():
                 self._kept.popleft()

@@ -45,7 +45,8 @@ class Device(Protocol):
         """Host memory that is copied from and to without a detour. *Shapes*: (num_bytes,), uint8."""
 
     def upload(self, array: np.ndarray) -> int:
-        """Copy a small array to the device, in the order of ``stream``, and return its address, good until ``poll`` frees it."""
+        """Copy a small array to the device, in the order of ``stream``, and return its address: good for all that is enqueued
+        there before the next ``poll``."""
 
     def launch(self, kernel: Any, num_warps: int, *arguments: Any) -> None:
         """Enqueue a kernel of ``compression.cuda_kernels`` on ``stream``, with at most so many warps."""
@@ -63,7 +64,7 @@ class Device(Protocol):
         """Hold references until ``stream`` has passed what is in it now."""
 
     def poll(self) -> None:
-        """Let go of what has been passed."""
+        """Let go of what has been passed. Between operations only."""
 
     def synchronize(self) -> None:
         """Block until both streams are empty."""
