@@ -142,6 +142,12 @@ class FakeDevice:
         if num_bytes:
             self._put(stream, "copy", lambda: ctypes.memmove(target, source, num_bytes), (target, num_bytes), (source, num_bytes))
 
+    def download(self, address, num_bytes):
+        host = np.empty(num_bytes, np.uint8)
+        self.copy(host.ctypes.data, address, num_bytes)
+        self.record().synchronize()
+        return host
+
     def record(self, stream=None):
         event = FakeEvent()
         self._put(stream, "record", event.passed.set)

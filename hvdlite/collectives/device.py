@@ -1,8 +1,8 @@
 """Buckets of GPU tensors: over NCCL where they lie, or through host memory (``staged``).
 
 All is enqueued on the device's stream, nothing waits on this side. NCCL takes dense sums, extremes and products of what it
-combines, and everything that only moves; integers with factors, int16, Adasum and quantised buckets go through the host, which is
-said once.
+combines, and everything that only moves; quantised buckets have their own exchange there. Integers with factors, int16, Adasum,
+``Compression.auto`` and what is quantised in units of second moments go through the host, which is said once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import replace
 from math import prod
 
 from hvdlite.buffer import HALVES
-from hvdlite.collectives import staged
+from hvdlite.collectives import quantized, staged
 from hvdlite.collectives.packing import packed
 from hvdlite.collectives.scaling import unscaled_op
 from hvdlite.collectives.workspace import Workspace
+from hvdlite.compression.exchange import ExchangeSpec
 from hvdlite.dataplane import order
 from hvdlite.dataplane.base import DataPlane, even_counts
 from hvdlite.dataplane.device import Device, DeviceArray
@@ -65,7 +66,9 @@ def _nccl_takes(bucket: Bucket, plane: NcclPlane) -> bool:
     if request.key.collective not in (Collective.ALLREDUCE, Collective.REDUCESCATTER):
         return True
     factors = request.prescale != 1.0 or request.postscale != 1.0
-    return (request.op != ReduceOp.Adasum and request.compressor == "none"
+    if request.compressor != "none":
+        return request.compressor.startswith("quantized") and not ExchangeSpec.parse(request.compressor).is_preconditioned
+    return (request.op != ReduceOp.Adasum
             and all(plane.combines(dtype) and ("float" in dtype or not factors) for dtype in (bucket.dtype and [bucket.dtype])
                     or request.dtypes))
 
@@ -85,9 +88,36 @@ def _brought(bucket: Bucket, entries: Entries, device: Device) -> Entries:
     return made
 
 
+def _quantized(bucket: Bucket, entries: Entries, plane: NcclPlane, workspace: Workspace) -> None:
+    """The exchange with codes of a few bits; schedule auto is two_shot here, nothing is measured."""
+    from hvdlite.compression import codec_cuda
+    from hvdlite.dataplane import quantized_device
+
+    request, device = bucket.request, plane.device
+    factor = request.prescale * request.postscale / (plane.size if request.op == ReduceOp.Average else 1)
+    if plane.size == 1:  # nothing is quantised
+        for one in bucket.segments:
+            source, target = (some[one.tensor_index] for some in (entries[one.slot].inputs, entries[one.slot].outputs))
+            if target.address != source.address:
+                device.copy(target.address, source.address, source.array.nbytes)
+            codec_cuda.scale(device, target.address, one.num_elements, bucket.dtype, factor)
+        return
+    exchange = ExchangeSpec.parse(request.compressor)
+    if exchange.schedule == "auto":
+        exchange = replace(exchange, schedule="two_shot")
+    keys, tensors = quantized.find_tensors(bucket, entries, workspace, exchange, device)
+    with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
+        known = quantized_device.allreduce(plane, exchange, tensors, factor)
+    workspace.residuals.end({key: lambda index=index: bool(known()[index])  # type: ignore[misc]
+                             for index, key in enumerate(keys) if key is not None})
+
+
 def _allreduce(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, workspace: Workspace) -> None:
     from hvdlite.compression import codec_cuda
 
+    if bucket.request.compressor != "none":
+        _quantized(bucket, entries, plane, workspace)
+        return
     request, timeline = bucket.request, workspace.timeline
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, bucket.label, bucket.num_bytes):
         values, unpack = packed(bucket, entries, gpus)

@@ -144,6 +144,12 @@ class CudaDevice:
                 self._runtime.memcpyAsync(
                     target, source, num_bytes, self._runtime.memcpyDefault, self.stream if stream is None else stream)
 
+    def download(self, address: int, num_bytes: int) -> np.ndarray:
+        host = self.pinned(num_bytes)
+        self.copy(host.ctypes.data, address, num_bytes)
+        self.record().synchronize()
+        return host.copy()
+
     def record(self, stream: int | None = None) -> CudaEvent:
         with self._current("recording an event"):
             event = self._cupy.cuda.Event(disable_timing=True)

@@ -27,7 +27,7 @@ class Event(Protocol):
 class Device(Protocol):
     """One GPU, as this process uses it. Streams are handles, None is the device's own; addresses and sizes are in bytes.
 
-    *Threads*: ``record`` and ``wait_for`` from any, everything else from the background thread only.
+    *Threads*: ``record``, ``wait_for`` and ``download`` from any, everything else from the background thread only.
     *Raises*: TransportError where CUDA reports a failure.
     """
 
@@ -53,6 +53,9 @@ class Device(Protocol):
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int | None = None) -> None:
         """Enqueue a copy between any two addresses of this device and pinned memory."""
+
+    def download(self, address: int, num_bytes: int) -> np.ndarray:
+        """Copy from the device and wait for it, in the order of ``stream``; from any thread. *Shapes*: (num_bytes,), uint8."""
 
     def record(self, stream: int | None = None) -> Event:
         """An event after all that is in the stream now."""

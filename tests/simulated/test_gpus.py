@@ -4,12 +4,14 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 from fake_gpu import FakeDevice, FakeMemory, FakeNccl, from_float, to_float, view
 from ranks import run_ranks
 
 from hvdlite import adapters, submission
 from hvdlite.buffer import NUMPY_DTYPES, Buffer
 from hvdlite.collectives import staged
+from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
 from hvdlite.dataplane.device import DeviceArray
 from hvdlite.dataplane.gpus import Gpus
@@ -211,7 +213,7 @@ def test_the_other_collectives(way):
 
 
 @both_ways
-def test_quantised_and_adasum_go_through_the_host(way, caplog):
+def test_adasum_goes_through_the_host(way, caplog):
     caplog.set_level(logging.INFO, "hvdlite")
 
     def body(rank):
@@ -458,3 +460,113 @@ def test_an_abandoned_loop_aborts_what_its_stream_waits_for():
 
     ranks.run(body)
     assert ranks.nccl.num_aborted == 2
+
+
+# -- the quantised exchange -------------------------------------------------------------------------------------------------
+
+SIZES = (0, 1, 513, 33, 1537)
+
+
+def quantised(rank, tensor, name, compression, op=ReduceOp.Average, is_group=False, **options):
+    call = Submission(Collective.ALLREDUCE, tensor, is_group=is_group, name=name, runtime=rank.runtime)
+    return compressed_allreduce(call, compression, in_place=False, average=None, op=op, prescale_factor=1.0,
+                                postscale_factor=2.0, **options).wait(30)
+
+
+def gradients(rank, step, dtype):
+    values = [np.random.default_rng([rank, step, size]).standard_normal(size).astype(np.float32) for size in SIZES]
+    return [from_float(one, dtype) for one in values]
+
+
+def residuals_of(rank):
+    store = rank.runtime.residuals
+    return {name: values.copy() for place in store.owners() for name, values, _ in store.items(*place)}
+
+
+@pytest.mark.parametrize("size, dtype, options", [
+    (2, "float32", dict()), (3, "float32", dict(schedule="ring")), (3, "float32", dict(schedule="two_shot")),
+    (2, "float16", dict(bits=4, schedule="ring")), (3, "bfloat16", dict(bits=2)), (2, "float64", dict(scale="two_means"))])
+def test_an_exchange_on_gpus_gives_the_bits_of_the_exchange_on_hosts(size, dtype, options):
+    """Results and residuals of several steps. So CPU and GPU ranks would agree: each rank computes what the other kind does."""
+    compression = Compression.quantized(**options)
+
+    def body(rank, make, read):
+        seen = []
+        for step in range(3):
+            made = quantised(rank, [make(one) for one in gradients(rank.rank, step, dtype)], "g", compression, is_group=True)
+            seen.append([read(one) for one in made])
+        return seen, residuals_of(rank)
+
+    ranks = Ranks("nccl", size=size)
+    there = ranks.run(lambda rank: body(rank, lambda one: rank.tensor(one, dtype), lambda one: one.read()))
+    as_torch = dtype == "bfloat16"  # which NumPy has not
+    here = run_ranks(size, lambda rank: body(
+        rank, (lambda one: torch.from_numpy(one.view(np.int16)).view(torch.bfloat16)) if as_torch else np.array,
+        (lambda one: one.view(torch.int16).numpy().view(np.uint16)) if as_torch else np.asarray))
+    assert ranks.nccl.num_communicators == size
+    for (results, kept), (expected, expected_kept) in zip(there, here, strict=True):
+        for step, other in zip(results, expected, strict=True):
+            assert all(np.array_equal(one, two) for one, two in zip(step, other, strict=True))
+        assert kept.keys() == expected_kept.keys()
+        assert len(kept) == len(SIZES) - 1 and any(one.any() for one in kept.values())
+        for name, values in kept.items():
+            assert np.array_equal(values.view(np.uint32), expected_kept[name].view(np.uint32)), name
+
+
+def test_what_is_not_finite_costs_no_residual_on_gpus():
+    """The step with NaN leaves the residuals as they were; they go on from there."""
+    def body(rank):
+        values = gradients(rank.rank, 0, "float32")[4]
+        quantised(rank, rank.tensor(values), "x", Compression.onebit)
+        before = residuals_of(rank)["x"]
+        bad = values.copy()
+        if rank.rank == 0:
+            bad[7] = np.nan
+        assert np.isnan(quantised(rank, rank.tensor(bad), "x", Compression.onebit).read()).sum() == 512
+        assert np.array_equal(residuals_of(rank)["x"], before) and before.any()
+        quantised(rank, rank.tensor(values), "x", Compression.onebit)
+        assert not np.array_equal(residuals_of(rank)["x"], before)
+        after = residuals_of(rank)["x"]
+        rank.runtime.residuals.set_loss_scale(2.0)
+        assert np.array_equal(residuals_of(rank)["x"], 2 * after)
+
+    Ranks("nccl").run(body)
+
+
+def test_a_quantised_exchange_waits_for_nothing():
+    """The call is complete while the stream stands still, the verdict is asked for when the next step begins."""
+    def body(rank):
+        values = gradients(rank.rank, 0, "float32")[2]
+        quantised(rank, rank.tensor(values), "x", Compression.onebit)
+        rank.device.synchronize()
+        rank.device.communication.gate.clear()
+        got = quantised(rank, rank.tensor(values), "x", Compression.onebit)
+        assert not rank.device.communication.is_empty()
+        rank.device.communication.gate.set()
+        assert np.isfinite(got.read()).all()
+
+    Ranks("nccl").run(body)
+
+
+def test_a_rank_that_has_joined_sends_its_residual():
+    def body(rank):
+        values = gradients(rank.rank, 0, "float32")[2]
+        quantised(rank, rank.tensor(values), "x", Compression.onebit, op=ReduceOp.Sum)
+        before = residuals_of(rank)["x"]
+        if rank.rank == 0:
+            quantised(rank, rank.tensor(values), "x", Compression.onebit, op=ReduceOp.Sum)
+        submission.join(Submission(Collective.JOIN, None, name="j", runtime=rank.runtime)).wait(20)
+        assert not np.array_equal(residuals_of(rank)["x"], before)
+
+    Ranks("nccl").run(body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_rank_quantises_nothing(size):
+    def body(rank):
+        got = quantised(rank, rank.tensor(np.full(600, 1.5)), "x", Compression.onebit, op=ReduceOp.Sum)
+        if size == 1:
+            assert got.read().tolist() == [3.0] * 600  # postscale 2
+        assert residuals_of(rank).keys() == ({"x"} if size > 1 else set())
+
+    Ranks("nccl", size=size).run(body)
