@@ -339,11 +339,16 @@ def start_default(comm: Any = None) -> Runtime:
     from hvdlite import process_end, watch
 
     process_end.install(shutdown_at_exit, fail_at_exit, uses_mpi=starter is not None)
-    _default.append(runtime.start())
+    use_as_default(runtime.start())
     watch.watch(runtime.background)
-    global_process_set.register(runtime.process_sets[0])
     global_process_set.mpi_comm = comm if hasattr(comm, "Get_group") else None
     return runtime
+
+
+def use_as_default(runtime: Runtime) -> None:
+    """Let the functions of the package use a runtime that was started otherwise."""
+    _default.append(runtime)
+    global_process_set.register(runtime.process_sets[0])
 
 
 def _over_mpi(config: Config, starter: Starter, comm: Any) -> Runtime:

@@ -485,7 +485,8 @@ def residuals_of(rank):
 
 @pytest.mark.parametrize("size, dtype, options", [
     (2, "float32", dict()), (3, "float32", dict(schedule="ring")), (3, "float32", dict(schedule="two_shot")),
-    (2, "float16", dict(bits=4, schedule="ring")), (3, "bfloat16", dict(bits=2, schedule="two_shot")), (2, "float64", dict(scale="two_means"))])
+    (2, "float16", dict(bits=4, schedule="ring")), (3, "bfloat16", dict(bits=2, schedule="two_shot")),
+    (2, "float64", dict(scale="two_means"))])
 def test_an_exchange_on_gpus_gives_the_bits_of_the_exchange_on_hosts(size, dtype, options):
     """Results and residuals of several steps. So CPU and GPU ranks would agree: each computes what the other kind does.
 
