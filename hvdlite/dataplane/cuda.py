@@ -8,6 +8,8 @@ runtime does, so addresses and handles are common to all.
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +67,14 @@ def _last_error() -> str:
     return (function(None) or b"").decode(errors="replace")
 
 
+def _identity(properties: dict[str, Any]) -> int:
+    """Of a GPU, in 63 bits. CuPy cuts its UUID at the first zero byte: then the host's name stands for the rest."""
+    uuid = bytes(properties["uuid"])
+    place = tuple(properties[name] for name in ("pciDomainID", "pciBusID", "pciDeviceID"))
+    text = repr((uuid, place, "" if len(uuid) == 16 else socket.gethostname()))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
 class CudaEvent:
     """A CuPy event; times are not taken."""
 
@@ -107,11 +117,11 @@ class CudaDevice:
         self._uploads: list[Any] = []
         with self._current("opening it"):
             properties = self._runtime.getDeviceProperties(index)
-            self.identity = int.from_bytes(bytes(properties["uuid"])[:8], "little") >> 1
+            self.identity = _identity(properties)
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
             self._num_blocks = _BLOCKS_PER_MULTIPROCESSOR * properties["multiProcessorCount"]
         self.stream, self.wire = (int(one.ptr) for one in self._streams)
-        self._launched_on = cuda.external_stream(self.stream)
+        self._launched_on: Any = None
 
     def allocate(self, num_bytes: int) -> DeviceArray:
         with self._current("an allocation"), self._streams[0]:
@@ -136,6 +146,8 @@ class CudaDevice:
 
         blocks = min(self._num_blocks, -(-num_warps // WARPS_PER_BLOCK))
         with self._current("a launch"), self._numba.gpus[self.index]:
+            if self._launched_on is None:  # made here, because it belongs to Numba's context of this GPU
+                self._launched_on = self._numba.external_stream(self.stream)
             kernel[blocks, THREADS, self._launched_on](*arguments)
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int | None = None) -> None:
