@@ -1,8 +1,8 @@
 """Buckets of GPU tensors: over NCCL where they lie, or through host memory (``staged``).
 
 All is enqueued on the device's stream, nothing waits on this side. NCCL takes dense sums, extremes and products of what it
-combines, and everything that only moves; quantised buckets have their own exchange there. Integers with factors, int16, Adasum,
-``Compression.auto`` and what is quantised in units of second moments go through the host, which is said once.
+combines, and everything that only moves; quantised buckets have an exchange on the GPU over either. Integers with factors, int16,
+Adasum, ``Compression.auto`` and what is quantised in units of second moments go through the host, which is said once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def execute(bucket: Bucket, entries: Entries, host: DataPlane, gpus: Gpus, works
         return
     if way.nccl is not None:
         gpus.note(host, f"{_kind(bucket)} of GPU tensors go through host memory: over NCCL there is no such thing here")
-    if way.in_segments and staged.takes(bucket):
+    if way.in_segments and _is_quantized(bucket):
+        _quantized(bucket, _brought(bucket, entries, device), host, device, workspace)
+    elif way.in_segments and staged.takes(bucket):
         staged.allreduce(bucket, _brought(bucket, entries, device), host, gpus, workspace)
     else:
         staged.whole(bucket, entries, host, device, workspace, on_host)
@@ -60,6 +62,12 @@ def _kind(bucket: Bucket) -> str:
     return f"{ReduceOp(request.op).name} of {bucket.dtype or request.dtypes[0]} in {request.key.collective}"
 
 
+def _is_quantized(bucket: Bucket) -> bool:
+    """Whether it has an exchange on the GPU; in units of second moments, which lie on the host, it has not."""
+    name = bucket.request.compressor
+    return name.startswith("quantized") and not ExchangeSpec.parse(name).is_preconditioned
+
+
 def _nccl_takes(bucket: Bucket, plane: NcclPlane) -> bool:
     """Told by the request alone, so all ranks agree."""
     request = bucket.request
@@ -67,7 +75,7 @@ def _nccl_takes(bucket: Bucket, plane: NcclPlane) -> bool:
         return True
     factors = request.prescale != 1.0 or request.postscale != 1.0
     if request.compressor != "none":
-        return request.compressor.startswith("quantized") and not ExchangeSpec.parse(request.compressor).is_preconditioned
+        return _is_quantized(bucket)
     return (request.op != ReduceOp.Adasum
             and all(plane.combines(dtype) and ("float" in dtype or not factors) for dtype in (bucket.dtype and [bucket.dtype])
                     or request.dtypes))
@@ -88,12 +96,12 @@ def _brought(bucket: Bucket, entries: Entries, device: Device) -> Entries:
     return made
 
 
-def _quantized(bucket: Bucket, entries: Entries, plane: NcclPlane, workspace: Workspace) -> None:
-    """The exchange with codes of a few bits; schedule auto is two_shot here, nothing is measured."""
+def _quantized(bucket: Bucket, entries: Entries, plane: DataPlane | NcclPlane, device: Device, workspace: Workspace) -> None:
+    """The exchange with codes of a few bits over ``plane``; schedule auto is two_shot here, nothing is measured."""
     from hvdlite.compression import codec_cuda
     from hvdlite.dataplane import quantized_device
 
-    request, device = bucket.request, plane.device
+    request = bucket.request
     factor = request.prescale * request.postscale / (plane.size if request.op == ReduceOp.Average else 1)
     if plane.size == 1:  # nothing is quantised
         for one in bucket.segments:
@@ -107,7 +115,10 @@ def _quantized(bucket: Bucket, entries: Entries, plane: NcclPlane, workspace: Wo
         exchange = replace(exchange, schedule="two_shot")
     keys, tensors = quantized.find_tensors(bucket, entries, workspace, exchange, device)
     with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
-        known = quantized_device.allreduce(plane, exchange, tensors, factor)
+        if isinstance(plane, NcclPlane):
+            known = quantized_device.allreduce(plane, device, exchange, tensors, factor)
+        else:
+            known = quantized_device.allreduce_through_host(plane, device, exchange, tensors, factor)
     workspace.residuals.end({key: lambda index=index: bool(known()[index])  # type: ignore[misc]
                              for index, key in enumerate(keys) if key is not None})
 
@@ -116,7 +127,7 @@ def _allreduce(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, w
     from hvdlite.compression import codec_cuda
 
     if bucket.request.compressor != "none":
-        _quantized(bucket, entries, plane, workspace)
+        _quantized(bucket, entries, plane, plane.device, workspace)
         return
     request, timeline = bucket.request, workspace.timeline
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, bucket.label, bucket.num_bytes):

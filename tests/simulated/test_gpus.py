@@ -1,6 +1,7 @@
 """GPU tensors from the call to the result, on stand-ins: streams and NCCL's ranks are threads, kernels run in the simulator."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hvdlite.buffer import NUMPY_DTYPES, Buffer
 from hvdlite.collectives import staged
 from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
+from hvdlite.dataplane import quantized_device
 from hvdlite.dataplane.device import DeviceArray
 from hvdlite.dataplane.gpus import Gpus
 from hvdlite.errors import HorovodInternalError, InvalidRequestError, TransportError, UnavailableError
@@ -487,10 +489,12 @@ def residuals_of(rank):
     (2, "float32", dict()), (3, "float32", dict(schedule="ring")), (3, "float32", dict(schedule="two_shot")),
     (2, "float16", dict(bits=4, schedule="ring")), (3, "bfloat16", dict(bits=2, schedule="two_shot")),
     (2, "float64", dict(scale="two_means"))])
-def test_an_exchange_on_gpus_gives_the_bits_of_the_exchange_on_hosts(size, dtype, options):
+@both_ways
+def test_an_exchange_on_gpus_gives_the_bits_of_the_exchange_on_hosts(way, size, dtype, options, monkeypatch):
     """Results and residuals of several steps. So CPU and GPU ranks would agree: each computes what the other kind does.
 
-    The schedule is given where it matters: hosts measure which is faster."""
+    The schedule is given where it matters: hosts measure which is faster. Through hosts messages hold one group each here."""
+    monkeypatch.setattr(quantized_device, "STAGED_GROUPS", 1)
     compression = Compression.quantized(**options)
 
     def body(rank, make, read):
@@ -500,13 +504,13 @@ def test_an_exchange_on_gpus_gives_the_bits_of_the_exchange_on_hosts(size, dtype
             seen.append([read(one) for one in made])
         return seen, residuals_of(rank)
 
-    ranks = Ranks("nccl", size=size)
+    ranks = Ranks(way, size=size)
     there = ranks.run(lambda rank: body(rank, lambda one: rank.tensor(one, dtype), lambda one: one.read()))
     as_torch = dtype == "bfloat16"  # which NumPy has not
     here = run_ranks(size, lambda rank: body(
         rank, (lambda one: torch.from_numpy(one.view(np.int16)).view(torch.bfloat16)) if as_torch else np.array,
         (lambda one: one.view(torch.int16).numpy().view(np.uint16)) if as_torch else np.asarray))
-    assert ranks.nccl.num_communicators == size
+    assert ranks.nccl.num_communicators == (size if way == "nccl" else 0)
     for (results, kept), (expected, expected_kept) in zip(there, here, strict=True):
         for step, other in zip(results, expected, strict=True):
             for one, two in zip(step, other, strict=True):
@@ -517,7 +521,8 @@ def test_an_exchange_on_gpus_gives_the_bits_of_the_exchange_on_hosts(size, dtype
             assert np.array_equal(values.view(np.uint32), expected_kept[name].view(np.uint32)), name
 
 
-def test_what_is_not_finite_costs_no_residual_on_gpus():
+@both_ways
+def test_what_is_not_finite_costs_no_residual_on_gpus(way):
     """The step with NaN leaves the residuals as they were; they go on from there."""
     def body(rank):
         values = gradients(rank.rank, 0, "float32")[4]
@@ -534,7 +539,7 @@ def test_what_is_not_finite_costs_no_residual_on_gpus():
         rank.runtime.residuals.set_loss_scale(2.0)
         assert np.array_equal(residuals_of(rank)["x"], 2 * after)
 
-    Ranks("nccl").run(body)
+    Ranks(way).run(body)
 
 
 def test_a_quantised_exchange_waits_for_nothing():
@@ -574,3 +579,35 @@ def test_one_rank_quantises_nothing(size):
         assert residuals_of(rank).keys() == ({"x"} if size > 1 else set())
 
     Ranks("nccl", size=size).run(body)
+
+
+def test_kernels_copies_and_wire_of_one_exchange_overlap_through_hosts():
+    """Segment s + 1 is encoded, and its copy asked for, before the total of segment s - 1 is."""
+    from hvdlite.compression.exchange import ExchangeSpec
+    from hvdlite.compression.spec import CodecSpec
+    from hvdlite.control.local import LocalGroup
+    from hvdlite.dataplane.local import LocalPlane
+    from hvdlite.dataplane.quantized import Tensors
+
+    size, group, devices = 6 * 512 * 2, LocalGroup(2), [FakeDevice(rank) for rank in range(2)]
+    tensors = [Tensor(device, (size,), "float32").write(np.ones(size), device.stream) for device in devices]
+
+    def body(rank):
+        at = np.array([tensors[rank].memory.address])
+        none = np.zeros(1, np.int64)
+        messages = quantized_device.StagedMessages(LocalPlane(group, rank), devices[rank])
+        given = Tensors(("x",), (size,), "float32", 4, at, at, none, none, none)
+        known = quantized_device.allreduce(messages, devices[rank], ExchangeSpec(CodecSpec(), "two_shot"), given, 1.0, 1, 2)
+        messages.finish()
+        assert known().tolist() == [True]
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    order = "".join({"launch": "k", "copy": "w"}[what] for what, stream in devices[0].calls
+                    if what == "launch" or (what == "copy" and stream.startswith("wire")))
+    # Steps 0 and 1 encode and send a segment; 2 and 3 total another as well; only step 4 decodes one.
+    assert order.startswith("kw" * 8 + "kk") and order.count("w") == 12 and order.count("k") == 18
+    assert not devices[0].faults and not any(stream.failures for device in devices for stream in device.streams)
