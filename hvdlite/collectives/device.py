@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 
 from hvdlite.buffer import HALVES
-from hvdlite.collectives import quantized, staged
+from hvdlite.collectives import device_quantized, staged
 from hvdlite.collectives.packing import packed
 from hvdlite.collectives.scaling import unscaled_op
 from hvdlite.collectives.workspace import Workspace
@@ -48,7 +48,7 @@ def execute(bucket: Bucket, entries: Entries, host: DataPlane, gpus: Gpus, works
     if way.nccl is not None:
         gpus.note(host, f"{_kind(bucket)} of GPU tensors go through host memory: over NCCL there is no such thing here")
     if way.in_segments and _is_quantized(bucket):
-        _quantized(bucket, _brought(bucket, entries, device), host, device, workspace)
+        device_quantized.execute(bucket, _brought(bucket, entries, device), host, None, device, workspace)
     elif way.in_segments and staged.takes(bucket):
         staged.allreduce(bucket, _brought(bucket, entries, device), host, gpus, workspace)
     else:
@@ -96,40 +96,15 @@ def _brought(bucket: Bucket, entries: Entries, device: Device) -> Entries:
     return made
 
 
-def _quantized(bucket: Bucket, entries: Entries, plane: DataPlane | NcclPlane, device: Device, workspace: Workspace) -> None:
-    """The exchange with codes of a few bits over ``plane``; schedule auto is two_shot here, nothing is measured."""
-    from hvdlite.compression import codec_cuda
-    from hvdlite.dataplane import quantized_device
-
-    request = bucket.request
-    factor = request.prescale * request.postscale / (plane.size if request.op == ReduceOp.Average else 1)
-    if plane.size == 1:  # nothing is quantised
-        for one in bucket.segments:
-            source, target = (some[one.tensor_index] for some in (entries[one.slot].inputs, entries[one.slot].outputs))
-            if target.address != source.address:
-                device.copy(target.address, source.address, source.array.nbytes)
-            codec_cuda.scale(device, target.address, one.num_elements, bucket.dtype, factor)
-        return
-    exchange = ExchangeSpec.parse(request.compressor)
-    if exchange.schedule == "auto":
-        exchange = replace(exchange, schedule="two_shot")
-    keys, tensors = quantized.find_tensors(bucket, entries, workspace, exchange, device)
-    with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
-        if isinstance(plane, NcclPlane):
-            known = quantized_device.allreduce(plane, device, exchange, tensors, factor)
-        else:
-            known = quantized_device.allreduce_through_host(plane, device, exchange, tensors, factor)
-    workspace.residuals.end({key: lambda index=index: bool(known()[index])  # type: ignore[misc]
-                             for index, key in enumerate(keys) if key is not None})
-
-
 def _allreduce(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, workspace: Workspace) -> None:
     from hvdlite.compression import codec_cuda
 
-    if bucket.request.compressor != "none":
-        _quantized(bucket, entries, plane, plane.device, workspace)
-        return
     request, timeline = bucket.request, workspace.timeline
+    if request.compressor != "none":
+        # Hosts of several ranks sum inside first, unless that is switched off.
+        levels = None if workspace.hierarchical == "off" else gpus.levels(request.key.process_set_id)
+        device_quantized.execute(bucket, entries, plane, levels, plane.device, workspace)
+        return
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, bucket.label, bucket.num_bytes):
         values, unpack = packed(bucket, entries, gpus)
         if request.prescale != 1.0:

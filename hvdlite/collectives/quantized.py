@@ -210,7 +210,7 @@ def allreduce_by_hosts(
     local: DataPlane, cross: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float, workspace: Workspace
 ) -> np.ndarray:
     """Sum within hosts, exchange between them, hand out within hosts."""
-    cuts = np.array([_cuts(size, name, local.size) for size, name in zip(tensors.sizes, tensors.names, strict=True)])
+    cuts = cuts_of(tensors, local.size)
     pieces = cuts[:, 1:] - cuts[:, :-1]  # (tensors, ranks of the host), in elements
     counts = pieces.sum(axis=0)
     dtype = NUMPY_DTYPES[tensors.dtype]
@@ -240,6 +240,11 @@ def allreduce_by_hosts(
     verdicts = np.empty(local.size * len(is_finite), np.uint8)
     local.allgather(is_finite.view(np.uint8), verdicts, [len(is_finite)] * local.size)
     return np.logical_and.reduce(verdicts.reshape(local.size, -1), axis=0)
+
+
+def cuts_of(tensors: Tensors, num_ranks: int) -> np.ndarray:
+    """Of each tensor where the pieces of a host's ranks begin and the last ends. *Shapes*: (tensors, num_ranks + 1)."""
+    return np.array([_cuts(size, name, num_ranks) for size, name in zip(tensors.sizes, tensors.names, strict=True)])
 
 
 def _cuts(size: int, name: str, num_ranks: int) -> list[int]:

@@ -46,6 +46,7 @@ class Way:
 
     nccl: NcclPlane | None
     in_segments: bool
+    host: DataPlane
 
 
 class Gpus:
@@ -62,6 +63,8 @@ class Gpus:
         self._device: Device | None = None
         self._why_none = ""
         self._ways: dict[int, Way] = {}
+        self._levels: dict[int, tuple[NcclPlane, NcclPlane] | None] = {}
+        self._loaded: tuple[Any, Callable[[], str]] | None = None
         self._scratch: DeviceArray | None = None
         self._said: set[str] = set()
 
@@ -139,11 +142,25 @@ class Gpus:
         if why:
             self._say(host.rank, logging.WARNING if not any(refused) else logging.INFO,
                       f"GPU tensors go through host memory and MPI, not over NCCL: {why}")
-            return Way(None, min(levels) >= _DEVICE)
+            return Way(None, min(levels) >= _DEVICE, host)
         assert self._device is not None
+        self._loaded = nccl, last_error
         plane = NcclPlane(nccl, host, self._device, last_error=last_error)
         self._say(host.rank, logging.INFO, f"GPU tensors go over NCCL {version}, {host.size} ranks")
-        return Way(plane, True)
+        return Way(plane, True, host)
+
+    def levels(self, process_set_id: int) -> tuple[NcclPlane, NcclPlane] | None:
+        """NCCL's planes within this rank's host and between hosts, for a set that goes over NCCL; None as in ``DataPlane``.
+
+        Collective over the set when they are new.
+        """
+        if process_set_id not in self._levels:
+            assert self._loaded is not None and self._device is not None
+            nccl, last_error = self._loaded
+            found = self._ways[process_set_id].host.levels()
+            made = [NcclPlane(nccl, one, self._device, last_error=last_error) for one in found or ()]
+            self._levels[process_set_id] = (made[0], made[1]) if made else None
+        return self._levels[process_set_id]
 
     def _say(self, rank: int, level: int, text: str) -> None:
         """Once in a job, and by one rank."""
@@ -165,24 +182,29 @@ class Gpus:
 
     def poll(self) -> None:
         """Ask all communicators for errors, and let go of what the stream has passed. Raises: TransportError."""
-        for way in list(self._ways.values()):
-            if way.nccl is not None:
-                way.nccl.poll()
+        for plane in self._planes():
+            plane.poll()
         if self._device is not None:
             self._device.poll()
 
     def close(self, process_set_id: int | None = None) -> None:
         """Give up the planes of a set, or of all; every rank of the set does so in the same cycle."""
+        for plane in self._planes(process_set_id):
+            plane.close()
         for known in [process_set_id] if process_set_id is not None else list(self._ways):
-            way = self._ways.pop(known, None)
-            if way is not None and way.nccl is not None:
-                way.nccl.close()
+            self._ways.pop(known, None)
+            self._levels.pop(known, None)
 
     def abort(self, reason: str) -> None:
         """End what waits on the stream."""
-        for way in list(self._ways.values()):
-            if way.nccl is not None:
-                way.nccl.abort(reason)
+        for plane in self._planes():
+            plane.abort(reason)
+
+    def _planes(self, process_set_id: int | None = None) -> list[NcclPlane]:
+        """Of a set, or of all."""
+        ways, levels = list(self._ways.items()), list(self._levels.items())  # single steps: another thread may abort
+        found = [(known, way.nccl) for known, way in ways] + [(known, one) for known, two in levels for one in two or ()]
+        return [one for known, one in found if one is not None and process_set_id in (None, known)]
 
 
 def _worded(levels: list[int], reason: str, rank: int) -> str:

@@ -103,10 +103,10 @@ class _Arriving:
 
 def allreduce(
     messages: Messages, device: Device, exchange: ExchangeSpec, tensors: Tensors, factor: float,
-    segment_groups: int = ALL_GROUPS, lag: int = 0,
+    segment_groups: int = ALL_GROUPS, lag: int = 0, agree: Callable[[DeviceArray], None] = lambda finite: None,
 ) -> Callable[[], np.ndarray]:
     """As ``quantized.allreduce``, in the order of the device's stream. ``tensors`` has addresses of the device; ``lag``: segments
-    between two stages of one.
+    between two stages of one; ``agree``: what makes of the verdicts, an int32 each, what the caller is to be told.
 
     Returns what waits for that and tells of each tensor whether all its final scales are finite.
     """
@@ -115,6 +115,7 @@ def allreduce(
         made.ring()
     else:
         made.two_shot(lag)
+    agree(DeviceArray(made.finite, len(tensors.sizes), "int32"))
     return made.verdicts()
 
 
@@ -138,13 +139,13 @@ class _Exchange:
         self._spec, self._tensors, self._factor = exchange.codec, tensors, factor
         self._layout = plan_layout(tensors.sizes, tensors.names, messages.size, segment_groups)
         self._group_bytes = 4 * (self._spec.words_per_group + self._spec.scales_per_group)
-        self._finite = device.upload(np.ones(len(tensors.sizes), np.int32))
+        self.finite = device.upload(np.ones(len(tensors.sizes), np.int32))
         self._used: list[Any] = []
 
     def verdicts(self) -> Callable[[], np.ndarray]:
         """After all else; also sees to it that what was used is kept."""
         device, here = self._device, self._device.pinned(4 * len(self._tensors.sizes))
-        device.copy(here.ctypes.data, self._finite, here.nbytes)
+        device.copy(here.ctypes.data, self.finite, here.nbytes)
         done = device.record()
         device.keep(self._used, here)
 
@@ -167,7 +168,7 @@ class _Exchange:
 
     def _places(self, owner: int, segment: int) -> np.ndarray:
         """Of each piece the address of its tensor's verdict."""
-        verdicts: np.ndarray = self._finite + 4 * self._layout.places[owner][segment][:, TENSOR]
+        verdicts: np.ndarray = self.finite + 4 * self._layout.places[owner][segment][:, TENSOR]
         return verdicts
 
     def _encode(self, owner: int, segment: int, incoming: list[DeviceArray], *, is_final: bool = False) -> DeviceArray:

@@ -115,7 +115,7 @@ class Ranks:
 
         return Gpus(self.setting, self.devices[rank].index, open_device, load)
 
-    def run(self, body, config=None):
+    def run(self, body, config=None, hosts=()):
         def on_rank(rank):
             device = self.devices[rank.rank]
             rank.tensor = lambda values, dtype="float32", stride=1: Tensor(
@@ -123,7 +123,7 @@ class Ranks:
             rank.device = device
             return body(rank)
 
-        results = run_ranks(self.size, on_rank, config, gpus=self.gpus)
+        results = run_ranks(self.size, on_rank, config, gpus=self.gpus, hosts=hosts)
         for device in self.devices:
             device.synchronize()
             assert not device.faults
@@ -611,3 +611,30 @@ def test_kernels_copies_and_wire_of_one_exchange_overlap_through_hosts():
     # Steps 0 and 1 encode and send a segment; 2 and 3 total another as well; only step 4 decodes one.
     assert order.startswith("kw" * 8 + "kk") and order.count("w") == 12 and order.count("k") == 18
     assert not devices[0].faults and not any(stream.failures for device in devices for stream in device.streams)
+
+
+@pytest.mark.parametrize("dtype, options", [
+    ("float32", dict(schedule="two_shot")), ("float32", dict(bits=4)), ("float64", dict(schedule="ring"))])
+def test_hosts_of_several_gpus_sum_inside_first(dtype, options):
+    """Four ranks on two hosts: results and residuals are bitwise those of hosts' own; NCCL has planes within and between them."""
+    compression, hosts = Compression.quantized(**options), (0, 0, 1, 1)
+
+    def body(rank, make, read):
+        seen = []
+        for step in range(3):
+            made = quantised(rank, [make(one) for one in gradients(rank.rank, step, dtype)], "g", compression, is_group=True)
+            seen += [read(one) for one in made]
+        bad = gradients(rank.rank, 9, dtype)
+        if rank.rank == 0:
+            bad[4][7] = np.nan
+        quantised(rank, [make(one) for one in bad], "g", compression, is_group=True)
+        return seen, residuals_of(rank)
+
+    ranks, config = Ranks("nccl", size=4), Config(heartbeat_ms=5, hierarchical_quantized="on")
+    there = ranks.run(lambda rank: body(rank, lambda one: rank.tensor(one, dtype), lambda one: one.read()), config, hosts)
+    here = run_ranks(4, lambda rank: body(rank, np.array, np.asarray), config, hosts=hosts)
+    for (results, kept), (expected, expected_kept) in zip(there, here, strict=True):
+        assert all(np.array_equal(one, two) for one, two in zip(results, expected, strict=True))
+        assert kept.keys() == expected_kept.keys() and any(one.any() for one in kept.values())
+        assert all(np.array_equal(values, expected_kept[name]) for name, values in kept.items())
+    assert ranks.nccl.num_communicators == ranks.nccl.num_destroyed == 4 * 3
