@@ -372,7 +372,11 @@ class Background:
             if key.collective in SINGULAR:
                 self._change_job(self._pending[key])
             elif key.process_set_id in self._planes:
-                self._execute_bucket(bucket, entries, self._planes[key.process_set_id])
+                run, plane = EXECUTE[key.collective], self._planes[key.process_set_id]
+                if bucket.request.device == "cpu":
+                    run(bucket, entries, plane, self._workspace)
+                else:
+                    on_device.execute(bucket, entries, plane, self._gpus, self._workspace, run)
                 if is_recording:
                     timeline.process_set = key.process_set_id
                     timeline.span(
@@ -380,13 +384,6 @@ class Background:
                         REASONS.index(bucket.reason), len(bucket.segments))
                 for slot in bucket.finishes:
                     self._complete(slot, entries[slot])
-
-    def _execute_bucket(self, bucket: Bucket, entries: dict[int, TensorEntry], plane: DataPlane) -> None:
-        run = EXECUTE[bucket.request.key.collective]
-        if bucket.request.device == "cpu":
-            run(bucket, entries, plane, self._workspace)
-        else:
-            on_device.execute(bucket, entries, plane, self._gpus, self._workspace, run)
 
     def _stand_in(self, plan: Plan, entries: dict[int, TensorEntry]) -> None:
         """After join(), take part in what others submit, with values that change nothing."""
@@ -489,7 +486,7 @@ class Background:
                 if buffer.write_back:
                     buffer.write_back(*(() if buffer.on is None else (buffer.on.stream,)))
             result = entry.result(entry)
-            arrive = order.finish(entry)
+            arrive = None if entry.ready is None else order.finish(entry)
         except Exception as error:  # this rank's own business: the exchange itself is over
             entry.handle.fail(InternalError(f"{key}: its result cannot be handed over: {type(error).__name__}: {error}"))
             self.queue.notice_end()

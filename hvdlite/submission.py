@@ -90,7 +90,10 @@ class Submission:
             for index, tensor in enumerate(self.tensors):
                 adapter = adapter_for(tensor)
                 if like is None:
-                    made.append(self._view(adapter, tensor, writable))
+                    if getattr(adapter, "gpu_of", None) is None:
+                        made.append(adapter.buffer(tensor, writable))
+                    else:
+                        made.append(self._view(adapter, tensor, writable))
                 elif like[index].on is not None:
                     made.append(adapter.device_empty(like[index].shape, like[index].dtype, like[index]))
                 else:
@@ -104,8 +107,7 @@ class Submission:
 
     def _view(self, adapter: Any, tensor: Any, writable: bool) -> Buffer:
         """A tensor where it lies; one on a GPU as a copy on the host where this process cannot work on the GPU itself."""
-        gpu_of = getattr(adapter, "gpu_of", None)
-        index = gpu_of(tensor) if gpu_of is not None else None
+        index = adapter.gpu_of(tensor)
         device = None if index is None else self.runtime.gpus.device(index)
         made: Buffer = adapter.buffer(tensor, writable) if device is None else adapter.device_buffer(tensor, writable, device)
         return made
@@ -151,7 +153,8 @@ class Submission:
             request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
             None if outputs or not inputs else self.allocator(inputs), splits, moments,
             root_in_set=process_set.ranks.index(root_rank) if root_rank >= 0 else -1)
-        entry.ready = order.mark_ready(inputs)
+        if inputs and inputs[0].on is not None:
+            entry.ready = order.mark_ready(inputs[0])
         if memory is not None:
             entry.addresses, entry.flats = memory.addresses, memory.flats
         return runtime.submit(entry, wait_for_name=self.name is None)

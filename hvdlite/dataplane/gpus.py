@@ -182,10 +182,11 @@ class Gpus:
 
     def poll(self) -> None:
         """Ask all communicators for errors, and let go of what the stream has passed. Raises: TransportError."""
+        if self._device is None:
+            return  # asked in every cycle, mostly where there are no GPUs
         for plane in self._planes():
             plane.poll()
-        if self._device is not None:
-            self._device.poll()
+        self._device.poll()
 
     def close(self, process_set_id: int | None = None) -> None:
         """Give up the planes of a set, or of all; every rank of the set does so in the same cycle."""

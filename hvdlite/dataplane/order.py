@@ -8,18 +8,17 @@ belongs to the stream of the call, so the runtime's stream first waits for what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hvdlite.buffer import Buffer
 from hvdlite.dataplane.device import Device, Event
 from hvdlite.tensor_queue import TensorEntry
 
 
-def mark_ready(buffers: Sequence[Buffer]) -> Event | None:
-    """After all that the calling thread's stream has still to do for a call's tensors; None for tensors on the host."""
-    if not buffers or buffers[0].on is None or buffers[0].current_stream is None:
-        return None
-    event: Event = buffers[0].on.record(buffers[0].current_stream())
+def mark_ready(buffer: Buffer) -> Event:
+    """After all that the calling thread's stream has still to do for a call's tensors, of which this is one."""
+    assert buffer.current_stream is not None
+    event: Event = buffer.on.record(buffer.current_stream())
     return event
 
 
@@ -35,10 +34,8 @@ def order_after(device: Device, stream: int) -> None:
     device.wait_for(device.record(stream))
 
 
-def finish(entry: TensorEntry) -> Callable[[], None] | None:
-    """After the last operation of a call: what a thread that waits for the handle is to call; None for tensors on the host."""
-    if entry.ready is None:
-        return None
+def finish(entry: TensorEntry) -> Callable[[], None]:
+    """After the last operation of a call: what a thread that waits for the handle is to call."""
     device, current_stream = entry.inputs[0].on, entry.inputs[0].current_stream
     done = device.record()
     device.keep(entry.inputs, entry.outputs, entry.ready)
