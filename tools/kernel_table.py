@@ -30,8 +30,7 @@ LEAST_OCCUPANCY = 0.5
 
 #: Of the usual kernels those that come closest to a limit on some architecture, and the plainest. Measured with ``--full``.
 HARD = {("encode", 1, "rotated", "float32", False), ("encode", 1, "rotated", "float32", True), ("pack",),
-        ("decode", 1, "rotated", "float32", True), ("encode", 8, "rotated", "bfloat16", True),
-        ("encode", 1, "two_means", "float32", False)}
+        ("encode", 8, "rotated", "bfloat16", True)}
 
 
 def kernels(everything: bool) -> list[tuple[Any, ...]]:
