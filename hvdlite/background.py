@@ -1,4 +1,4 @@
-"""The background thread: the only one that touches MPI.
+"""The background thread: the only one that touches MPI and NCCL.
 
 Why one thread: collectives must be issued in the same order on every rank, user threads submit in any order,
 and MPI implementations differ in how well they bear several threads. So user threads only queue entries; this

@@ -16,7 +16,7 @@ from test_dataplane import on_ranks
 from hvdlite import adapters, submission
 from hvdlite.config import Config
 from hvdlite.dataplane import cuda
-from hvdlite.dataplane.gpus import Gpus
+from hvdlite.dataplane.gpus import Gpus, open_cuda
 from hvdlite.dataplane.nccl import NcclPlane
 from hvdlite.errors import InvalidRequestError, TransportError, UnavailableError
 from hvdlite.message import Collective, ReduceOp
@@ -101,6 +101,16 @@ def test_cudas_errors_are_told_as_such(cupy):
     device = cuda.CudaDevice(0)
     with pytest.raises(TransportError, match="CUDA failed in a copy on GPU 0: cudaErrorInvalidValue: invalid argument"):
         device.copy(1, 1, 8)
+
+
+def test_a_local_rank_that_sees_fewer_gpus_counts_round(cupy):
+    """And what init() looks at binds nobody: the first tensor says which GPU the process works on."""
+    assert cuda.num_gpus() == NUM_GPUS
+    gpus = Gpus("nccl", NUM_GPUS + 1)
+    gpus.require()
+    assert gpus.opened is None
+    assert gpus.device(2).index == 2
+    assert open_cuda(NUM_GPUS + 1).index == 1
 
 
 def test_what_is_missing_is_told(monkeypatch, cupy, nccl):

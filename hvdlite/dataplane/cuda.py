@@ -41,6 +41,15 @@ def why_unavailable() -> str:
         return f"CUDA cannot be used: {error}"
 
 
+def num_gpus() -> int:
+    """How many this process sees; 0 where it cannot use them."""
+    if why_unavailable():
+        return 0
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
 def load_nccl() -> tuple[Any, Callable[[], str]]:
     """The module ``cupy.cuda.nccl``, and what tells of NCCL's last failure.
 

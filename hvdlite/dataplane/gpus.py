@@ -24,10 +24,10 @@ _NOTHING, _DEVICE, _NCCL = range(3)
 
 
 def open_cuda(index: int) -> Device:
-    """The Device of a real GPU. Raises: UnavailableError."""
-    from hvdlite.dataplane.cuda import CudaDevice
+    """The Device of a real GPU, counted round where there are fewer: a local rank may see only one. Raises: UnavailableError."""
+    from hvdlite.dataplane.cuda import CudaDevice, num_gpus
 
-    return CudaDevice(index)
+    return CudaDevice(index % max(1, num_gpus()))
 
 
 def load_nccl() -> tuple[Any, Callable[[], str]]:
@@ -73,9 +73,7 @@ class Gpus:
         if self._setting == "nccl":
             try:
                 self._load()
-                self.device(self._default_index)
-                if self._device is None:
-                    raise UnavailableError(self._why_none)
+                self._open(self._default_index)  # not kept: the first tensor says which GPU it is to be
             except UnavailableError as reason:
                 raise UnavailableError(
                     f"NCCL was asked for (HVDLITE_GPU_PLANE=nccl) and cannot be had: {reason}: install the extra, "
@@ -86,17 +84,20 @@ class Gpus:
 
         Raises: InvalidRequestError for another GPU.
         """
+        device = self._opened(index)
+        if device is not None and device.index != index:
+            raise InvalidRequestError(
+                f"a tensor is on GPU {index}, but this rank works on GPU {device.index}: use one GPU in each process")
+        return device
+
+    def _opened(self, index: int) -> Device | None:
         with self._lock:
             if self._device is None and not self._why_none:
                 try:
                     self._device = self._open(index)
                 except UnavailableError as reason:
                     self._why_none = str(reason)
-            device = self._device
-        if device is not None and device.index != index:
-            raise InvalidRequestError(
-                f"a tensor is on GPU {index}, but this rank works on GPU {device.index}: use one GPU in each process")
-        return device
+            return self._device
 
     @property
     def opened(self) -> Device | None:
@@ -114,8 +115,7 @@ class Gpus:
         return known
 
     def _agree(self, host: DataPlane) -> Way:
-        if self._device is None and not self._why_none:
-            self.device(self._default_index)
+        self._opened(self._default_index)
         nccl: Any = None
         last_error: Callable[[], str] = str
         level, version, reason = _NOTHING, 0, self._why_none
