@@ -1,4 +1,4 @@
-"""The background thread: the only one that touches MPI.
+"""The background thread: the only one that touches MPI and NCCL.
 
 Why one thread: collectives must be issued in the same order on every rank, user threads submit in any order,
 and MPI implementations differ in how well they bear several threads. So user threads only queue entries; this
@@ -26,13 +26,16 @@ import numpy as np
 from hvdlite import stall
 from hvdlite.backoff import sleep_s
 from hvdlite.collectives import EXECUTE
+from hvdlite.collectives import device as on_device
 from hvdlite.collectives.join import neutral_entry
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.compression.policy import Decision
 from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config
 from hvdlite.control.base import ControlPlane
+from hvdlite.dataplane import order
 from hvdlite.dataplane.base import DataPlane
+from hvdlite.dataplane.gpus import Gpus
 from hvdlite.errors import (
     HorovodInternalError,
     InternalError,
@@ -74,9 +77,10 @@ class Background:
 
     def __init__(
         self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline, clocks: Timeline | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         """``plane`` is that of all ranks; those of other process sets are made from it. ``clocks``: what readings of clocks are
-        recorded into."""
+        recorded into. ``gpus``: how tensors of this rank's GPU travel."""
         self.queue = TensorQueue()
         self.slots = SlotTable(config.cache_capacity)
         self.num_cycles = 0
@@ -88,6 +92,7 @@ class Background:
         self._cycle_time_s = config.cycle_time_ms / 1e3
         self._control = control
         self._planes = {0: plane}
+        self._gpus = gpus or Gpus(config.gpu_plane)
         self._process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(control.topology.size))}
         self._next_process_set_id = 1
         self.recording = Recording(timeline, clocks, config.timeline_mark_cycles)
@@ -338,7 +343,11 @@ class Background:
             if key.collective in SINGULAR:
                 self._change_job(self._pending[key])
             elif key.process_set_id in self._planes:
-                EXECUTE[key.collective](bucket, entries, self._planes[key.process_set_id], self._workspace)
+                run, plane = EXECUTE[key.collective], self._planes[key.process_set_id]
+                if bucket.request.device == "cpu":
+                    run(bucket, entries, plane, self._workspace)
+                else:
+                    on_device.execute(bucket, entries, plane, self._gpus, self._workspace, run)
                 ended_ns = time.monotonic_ns() if is_recording else 0
                 for slot in bucket.finishes:
                     self._complete(slot, entries[slot], is_recording)
@@ -398,6 +407,7 @@ class Background:
         self._workspace.autos.pop(process_set_id, None)
         plane = self._planes.pop(process_set_id, None)
         if plane is not None:
+            self._gpus.close(process_set_id)
             plane.close()
         self._mask = sum(1 << slot for entry in self._pending.values()
                          if (slot := self._matches(entry.request)) is not None)
@@ -412,8 +422,9 @@ class Background:
         try:
             for buffer in entry.outputs:
                 if buffer.write_back:
-                    buffer.write_back()
+                    buffer.write_back(*(() if buffer.on is None else (buffer.on.stream,)))
             result = entry.result(entry)
+            arrive = None if entry.ready is None else order.finish(entry)
         except Exception as error:  # this rank's own business: the exchange itself is over
             entry.handle.fail(InternalError(f"{key}: its result cannot be handed over: {type(error).__name__}: {error}"))
             self.queue.notice_end()
@@ -422,7 +433,7 @@ class Background:
             recording = self.recording
             recording.done.append((slot, entry, recording.timeline.operation, time.monotonic_ns(), entry.handle.awaited_ns))
         self.num_completed += 1
-        entry.handle.complete(result)
+        entry.handle.complete(result, arrive)
         self.queue.notice_end()
 
     def _fail(self, key: Key, error: BaseException) -> None:
@@ -482,6 +493,7 @@ class Background:
     def _look_for_abandonment(self) -> None:
         if self._abandoned is not None:
             raise self._abandoned
+        self._gpus.poll()
 
     def _look_at_silence(self) -> None:
         limit_s = self._config.stall_warning_s
@@ -529,10 +541,21 @@ class Background:
                 failure = PeerFailedError(f"{key}: still waited for when the job ended: {reason}")
                 failure.is_final = is_final
             self._fail(key, failure)
+        self._end_gpus(reason)
         try:
             self.recording.close(type(error).__name__, reason)
         except Exception:
             _log.exception("the timeline cannot be finished")  # what follows, the end of the job, matters more
+
+    def _end_gpus(self, reason: str) -> None:
+        """Streams come to their end: in good order, or because what they wait for is given up."""
+        try:
+            if self.is_clean:
+                self._gpus.close()
+            else:
+                self._gpus.abort(reason)
+        except Exception:
+            _log.exception("the GPU's planes cannot be given up")
 
 
 def _leaving_error(farewells: Sequence[Farewell], rank: int) -> HorovodInternalError:

@@ -18,25 +18,30 @@ HALVES = frozenset(("float16", "bfloat16"))
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Host memory of one tensor.
+    """Memory of one tensor, on the host or, where ``on`` is its Device, on a GPU.
 
-    *Shapes*: ``array`` (num_elements,), contiguous. ``device``: where the tensor itself lives. ``write_back``
-    copies ``array`` to where the user sees it, when it is a copy. ``tensor``: what the user sees, kept alive
-    with the memory.
+    *Shapes*: ``array`` (num_elements,), contiguous: a NumPy array, or a DeviceArray. ``device``: where the tensor itself lives.
+    ``write_back`` copies ``array`` to where the user sees it, when it is a copy; on a GPU it takes the stream to do so in.
+    ``tensor``: what the user sees, kept alive with the memory. ``current_stream``: that of the calling thread, of GPU tensors.
     """
 
-    array: np.ndarray
+    array: Any
     dtype: str
     shape: tuple[int, ...]
     device: str
     tensor: Any
-    write_back: Callable[[], None] | None = None
+    write_back: Callable[..., None] | None = None
     known_address: int = 0
+    on: Any = None
+    current_stream: Callable[[], int] | None = None
 
     @property
     def address(self) -> int:
         """Of the first byte; asked for only when tensors are packed."""
-        return self.known_address or self.array.__array_interface__["data"][0]
+        if self.known_address or self.on is not None:
+            return self.known_address
+        address: int = self.array.__array_interface__["data"][0]
+        return address
 
 
 class Memory(NamedTuple):

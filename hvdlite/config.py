@@ -133,6 +133,9 @@ class Config:
     log_hide_time: bool = _setting(
         False, _flag, env="LOG_HIDE_TIME", horovod="LOG_HIDE_TIME", flag="--log-without-timestamp",
         help="log without the time of day")
+    gpu_plane: str = _setting(
+        "auto", _choice("auto", "nccl", "mpi"), env="GPU_PLANE", flag="--gpu-plane",
+        help="how GPU tensors travel: nccl, or mpi through host memory; auto: nccl where every rank has it and a GPU of its own")
     hierarchical_quantized: str = _setting(
         "auto", _choice("auto", "on", "off"), env="HIERARCHICAL_QUANTIZED", flag=None,
         help="whether quantised exchanges sum densely within hosts of several ranks first; auto: if that is measured to pay")

@@ -33,7 +33,7 @@ class Handle:
     Nothing is lost at shutdown: the background thread fails every handle it still holds before it ends.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_key", "_result", "_use", "awaited_ns")
+    __slots__ = ("_arrive", "_callbacks", "_done", "_error", "_gate", "_key", "_result", "_use", "awaited_ns")
 
     def __init__(self, key: Key) -> None:
         self._key = key
@@ -45,6 +45,7 @@ class Handle:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Handle], object]] | None = None
         self._use: NameUse | None = None
+        self._arrive: Callable[[], None] | None = None
         #: Since when a thread has been blocked in ``wait``; 0 while none is.
         self.awaited_ns = 0
 
@@ -69,7 +70,8 @@ class Handle:
             use.forget(self._key, use)
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until the operation ends and return its result.
+        """Block until the operation ends and return its result. A GPU may still be at work on that: the calling thread's stream
+        waits for it, the thread does not.
 
         Raises: the operation's error (a HorovodInternalError); WaitTimeoutError after ``timeout_s`` seconds,
         with the operation still in flight.
@@ -87,6 +89,8 @@ class Handle:
         if self._error is not None:
             # A fresh traceback each time: waiting twice must not grow the first one.
             raise self._error.with_traceback(None)
+        if self._arrive is not None:
+            self._arrive()
         return self._result
 
     def add_done_callback(self, function: Callable[[Handle], object]) -> None:
@@ -104,9 +108,9 @@ class Handle:
         if self._done:
             self._call_back()
 
-    def complete(self, result: Any) -> None:
-        """Hand the result over. Background thread only, once."""
-        self._result = result
+    def complete(self, result: Any, arrive: Callable[[], None] | None = None) -> None:
+        """Hand the result over; ``arrive`` is called in each thread that waits. Background thread only, once."""
+        self._result, self._arrive = result, arrive
         self._end_use()
         self._done = True
         self._gate.release()

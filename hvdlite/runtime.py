@@ -22,6 +22,7 @@ from hvdlite.config import Config, Starter
 from hvdlite.control.base import ControlPlane
 from hvdlite.control.local import LocalControl, LocalGroup
 from hvdlite.dataplane.base import DataPlane
+from hvdlite.dataplane.gpus import Gpus
 from hvdlite.dataplane.local import LocalPlane
 from hvdlite.errors import ConfigError, HvdliteError, InvalidRequestError, NotInitializedError, UnavailableError
 from hvdlite.handle import Handle
@@ -57,16 +58,23 @@ os.register_at_fork(after_in_child=lambda: _forks.append(None))
 class Runtime:
     """A running rank."""
 
-    def __init__(self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline | None = None) -> None:
-        """Take over the planes; ``start`` begins the background loop (tests may step it instead)."""
+    def __init__(
+        self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline | None = None, gpus: Gpus | None = None,
+    ) -> None:
+        """Take over the planes; ``start`` begins the background loop (tests may step it instead).
+
+        Raises: UnavailableError where NCCL is asked for explicitly and is not here.
+        """
         self.config = config
+        self.gpus = gpus or Gpus(config.gpu_plane, control.topology.local_rank)
+        self.gpus.require()
         self.topology = control.topology
         everyone = tuple(range(control.topology.size))
         self.process_sets: dict[int, Members] = {0: Members(0, everyone, control.topology.rank)}
         rings = tuple(rings_of(timeline)) if timeline is not None else ()
         self.marks = Marks(_window(config))
         clocks = self._rings_for(rings[0]) if rings else None
-        self.background = Background(config, control, plane, timeline or NullTimeline(), clocks)
+        self.background = Background(config, control, plane, timeline or NullTimeline(), clocks, self.gpus)
         self._control = control
         self._plane = plane
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
@@ -80,10 +88,10 @@ class Runtime:
     @classmethod
     def local(
         cls, group: LocalGroup, rank: int, config: Config | None = None, timeline: Timeline | None = None,
-        hosts: Sequence[int] = (),
+        hosts: Sequence[int] = (), gpus: Gpus | None = None,
     ) -> Runtime:
         """A rank that is a thread of this process; ``hosts``: which host each rank plays to be on."""
-        return cls(config or Config(), LocalControl(group, rank), LocalPlane(group, rank, hosts), timeline)
+        return cls(config or Config(), LocalControl(group, rank), LocalPlane(group, rank, hosts), timeline, gpus)
 
     @classmethod
     def mpi(cls, config: Config, communicator: Any) -> Runtime:
@@ -354,11 +362,16 @@ def start_default(comm: Any = None) -> Runtime:
     from hvdlite import process_end, watch
 
     process_end.install(shutdown_at_exit, fail_at_exit, uses_mpi=starter is not None)
-    _default.append(runtime.start())
+    use_as_default(runtime.start())
     watch.watch(runtime.background)
-    global_process_set.register(runtime.process_sets[0])
     global_process_set.mpi_comm = comm if hasattr(comm, "Get_group") else None
     return runtime
+
+
+def use_as_default(runtime: Runtime) -> None:
+    """Let the functions of the package use a runtime that was started otherwise."""
+    _default.append(runtime)
+    global_process_set.register(runtime.process_sets[0])
 
 
 def _over_mpi(config: Config, starter: Starter, comm: Any) -> Runtime:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdlite.adapters import adapter_for
 from hvdlite.buffer import Buffer, Memory
+from hvdlite.dataplane import order
 from hvdlite.errors import InvalidRequestError, NotAMemberError, UnsupportedOpError, format_ranks
 from hvdlite.fusion import FLOATS
 from hvdlite.handle import Handle
@@ -89,7 +90,12 @@ class Submission:
             for index, tensor in enumerate(self.tensors):
                 adapter = adapter_for(tensor)
                 if like is None:
-                    made.append(adapter.buffer(tensor, writable))
+                    if getattr(adapter, "gpu_of", None) is None:
+                        made.append(adapter.buffer(tensor, writable))
+                    else:
+                        made.append(self._view(adapter, tensor, writable))
+                elif like[index].on is not None:
+                    made.append(adapter.device_empty(like[index].shape, like[index].dtype, like[index]))
                 else:
                     made.append(adapter.empty(like[index].shape, like[index].dtype, tensor))
         except InvalidRequestError as reason:
@@ -99,8 +105,24 @@ class Submission:
             raise self.invalid(f"its tensors are on {' and '.join(sorted(devices))}: put them all on one device")
         return tuple(made)
 
+    def _view(self, adapter: Any, tensor: Any, writable: bool) -> Buffer:
+        """A tensor where it lies; one on a GPU as a copy on the host where this process cannot work on the GPU itself."""
+        index = adapter.gpu_of(tensor)
+        device = None if index is None else self.runtime.gpus.device(index)
+        made: Buffer = adapter.buffer(tensor, writable) if device is None else adapter.device_buffer(tensor, writable, device)
+        return made
+
     def allocator(self, like: Sequence[Buffer]) -> Callable[[int, tuple[int, ...]], Buffer]:
         """How the background thread makes tensor ``index``'s result once its shape is known."""
+        if like[0].on is not None and like[0].current_stream is not None:
+            stream, device = like[0].current_stream(), like[0].on
+
+            def allocate(index: int, shape: tuple[int, ...]) -> Buffer:
+                made: Buffer = adapter_for(self.tensors[index]).device_empty(shape, like[index].dtype, like[index], stream)
+                order.order_after(device, stream)
+                return made
+
+            return allocate
         return lambda index, shape: adapter_for(self.tensors[index]).empty(shape, like[index].dtype, self.tensors[index])
 
     def add_singular(self, ranks: tuple[int, ...] = ()) -> Handle:
@@ -131,6 +153,8 @@ class Submission:
             request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
             None if outputs or not inputs else self.allocator(inputs), splits, moments,
             root_in_set=process_set.ranks.index(root_rank) if root_rank >= 0 else -1)
+        if inputs and inputs[0].on is not None:
+            entry.ready = order.mark_ready(inputs[0])
         if memory is not None:
             entry.addresses, entry.flats = memory.addresses, memory.flats
         return runtime.submit(entry, wait_for_name=self.name is None)

@@ -47,6 +47,9 @@ class TensorEntry:
     #: Of the tensors, where they are exchanged in place: the addresses, uint64; and memory in which some lie side by side, uint8.
     addresses: Any = None
     flats: tuple[Any, ...] = ()
+    #: Of GPU tensors: after what their stream had to do for them, and whether the runtime's stream waits for that already.
+    ready: Any = None
+    is_begun: bool = False
 
 
 #: A name whose operation has ended, but nobody has asked about it, stays taken for this long. Chosen: long enough for

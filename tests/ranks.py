@@ -43,13 +43,15 @@ class Rank:
         return self.allreduce_async(*args, **kwargs).wait(timeout_s=20)
 
 
-def run_ranks(size, function, config=None, timeout_s=60, hosts=()):
+def run_ranks(size, function, config=None, timeout_s=60, hosts=(), gpus=None):
     """Run ``function(Rank)`` on ``size`` threads; return results in rank order, raise the first exception.
 
-    ``hosts``: which host each rank plays to be on.
+    ``hosts``: which host each rank plays to be on. ``gpus``: a function of the rank that makes its Gpus.
     """
     group = LocalGroup(size)
-    runtimes = [Runtime.local(group, rank, config or Config(heartbeat_ms=5), hosts=hosts).start() for rank in range(size)]
+    runtimes = [
+        Runtime.local(group, rank, config or Config(heartbeat_ms=5), hosts=hosts, gpus=gpus and gpus(rank)).start()
+        for rank in range(size)]
     results, failures = [None] * size, []
 
     def body(rank):

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,6 +20,28 @@ def test_everything_for_gpus_in_the_simulator():
         timeout=300, stdin=subprocess.DEVNULL, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.slow
+def test_kernels_as_they_are_compiled(capsys):
+    """No spill, no stack, room for half of the threads, 16-byte accesses. Prints the table."""
+    if find_spec("numba_cuda") is None or not any(Path(root).glob("*/bin/nvdisasm") for root in _nvidia_packages()):
+        pytest.skip("NVIDIA's compilers are not installed: pip install hvdlite[gpu-test]")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("NUMBA_ENABLE_CUDASIM", None)
+    done = subprocess.run([sys.executable, "tools/kernel_table.py"], capture_output=True, text=True, timeout=900,
+                          stdin=subprocess.DEVNULL, env=environment, cwd=ROOT)
+    with capsys.disabled():
+        print("\n" + done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    numbers = {cc: sum(row[1].strip() == cc for row in rows) for cc in ("7.5", "8.0", "9.0")}
+    assert numbers["7.5"] == numbers["8.0"] >= 4 and numbers["9.0"] >= 14
+
+
+def _nvidia_packages():
+    spec = find_spec("nvidia")
+    return list(spec.submodule_search_locations or []) if spec else []
 
 
 def test_a_kernel_that_spills_is_a_fault():

@@ -63,8 +63,8 @@ def test_modules_import_only_from_their_layer_and_those_before(path):
 
 ALLOWED = {
     "torch": {"adapters.torch", *(name for name in map(_name, MODULES) if name.split(".")[0] == "torch")},
-    "numba": {"kernels", *(name for name in map(_name, MODULES) if name.split(".")[0] == "compression")},
-    "cupy": {"adapters.cupy"},
+    "numba": {"kernels", "dataplane.cuda", *(name for name in map(_name, MODULES) if name.split(".")[0] == "compression")},
+    "cupy": {"adapters.cupy", "dataplane.cuda"},
     "mpi4py": {"control.mpi", "dataplane.mpi", "runtime", "process_end"},
 }
 
@@ -90,8 +90,14 @@ def _loaded_by(statement):
 
 
 def test_importing_the_package_is_light():
-    assert not {"numpy", "mpi4py", "numba", "torch"} & _loaded_by("import hvdlite")
-    assert not {"numpy", "mpi4py", "numba", "torch"} & _loaded_by("import hvdlite.launch.cli")
+    assert not {"numpy", "mpi4py", "numba", "torch", "cupy"} & _loaded_by("import hvdlite")
+    assert not {"numpy", "mpi4py", "numba", "torch", "cupy"} & _loaded_by("import hvdlite.launch.cli")
+
+
+def test_nothing_of_gpus_is_loaded_before_there_is_a_tensor_on_one():
+    loaded = _loaded_by("import hvdlite; hvdlite.init(); hvdlite.allreduce(1.0); hvdlite.shutdown()")
+    assert "hvdlite.dataplane.gpus" in loaded
+    assert not {"cupy", "hvdlite.dataplane.cuda", "hvdlite.compression.codec_cuda", "torch"} & loaded
 
 
 def test_importing_the_package_takes_under_50_ms():

@@ -1,7 +1,9 @@
 """Adapters: how arrays of a framework become Buffers and back. Adding a framework is one file and one row.
 
 An adapter module has ``buffer(tensor, writable)`` -> Buffer; ``empty(shape, dtype, like)`` -> Buffer, a new tensor of the same
-framework and device as ``like``; and ``cast(tensor, dtype)`` -> tensor.
+framework and device as ``like``; and ``cast(tensor, dtype)`` -> tensor. One whose tensors can be on a GPU also has
+``gpu_of(tensor)`` -> its GPU's index or None; ``device_buffer(tensor, writable, device)`` -> Buffer, where it lies; and
+``device_empty(shape, dtype, like, stream)`` -> Buffer, on ``like``'s GPU, in memory that belongs to ``stream``.
 """
 
 from __future__ import annotations

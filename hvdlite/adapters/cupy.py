@@ -1,4 +1,7 @@
-"""CuPy arrays, staged through host memory."""
+"""CuPy arrays. They are viewed where they lie; where this process cannot work on the GPU itself they are copied to the host.
+
+*Never run on a GPU so far.*
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 
 from hvdlite.adapters import numpy as host_adapter
 from hvdlite.buffer import NUMPY_DTYPES, Buffer
+from hvdlite.dataplane.device import Device, DeviceArray
 from hvdlite.errors import InvalidRequestError
 
 _log = logging.getLogger("hvdlite")
@@ -23,13 +27,51 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
     """
     if not _noted:
         _noted.append(True)
-        _log.warning("CuPy arrays are exchanged through host memory: no device data plane is loaded")
+        _log.warning("CuPy arrays are copied to the host and back by CuPy: for NCCL and pinned memory pip install hvdlite[gpu]")
     host = np.ascontiguousarray(cupy.asnumpy(tensor))
     made = host_adapter.buffer(host, True)
     made.device, made.tensor = "cuda", tensor
     if writable:
         made.write_back = lambda: tensor.set(host.reshape(tensor.shape))
     return made
+
+
+def gpu_of(tensor: Any) -> int:
+    """The GPU that an array is on."""
+    return int(tensor.device.id)
+
+
+def device_buffer(tensor: Any, writable: bool, device: Device) -> Buffer:
+    """View an array on ``device``; a strided one is copied there, and written back when ``writable``.
+
+    Raises: InvalidRequestError for a dtype that is not exchanged.
+    """
+    name = str(tensor.dtype)
+    if name not in NUMPY_DTYPES:
+        raise InvalidRequestError(f"dtype {name} is not exchanged: convert it to one of {', '.join(NUMPY_DTYPES)}")
+    flat = cupy.ascontiguousarray(tensor)
+    array = DeviceArray(int(flat.data.ptr), int(flat.size), name, flat)
+    made = Buffer(array, name, tuple(tensor.shape), "cuda", tensor, None, array.address, device,
+                  lambda: int(cupy.cuda.get_current_stream(device.index).ptr))
+    if writable and flat.data.ptr != tensor.data.ptr:
+
+        def copy_back(stream: int) -> None:
+            with cupy.cuda.Device(device.index), _stream(stream):
+                tensor[...] = flat
+
+        made.write_back = copy_back
+    return made
+
+
+def device_empty(shape: tuple[int, ...], dtype: str, like: Buffer, stream: int | None = None) -> Buffer:
+    """A new array on ``like``'s GPU, uninitialised, of the memory of ``stream``: the calling thread's own by default."""
+    with cupy.cuda.Device(like.on.index), cupy.cuda.get_current_stream() if stream is None else _stream(stream):
+        made = cupy.empty(shape, NUMPY_DTYPES[dtype])
+    return device_buffer(made, True, like.on)
+
+
+def _stream(handle: int) -> Any:
+    return cupy.cuda.ExternalStream(handle) if handle else cupy.cuda.Stream.null
 
 
 def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:

@@ -10,6 +10,9 @@ from hvdlite import kernels
 from hvdlite.buffer import NUMPY_DTYPES, Buffer
 from hvdlite.errors import InvalidRequestError
 
+#: No array of these is on a GPU.
+gpu_of = None
+
 _NAMES = {dtype: name for name, dtype in NUMPY_DTYPES.items() if name != "bfloat16"}
 
 

@@ -1,15 +1,20 @@
-"""torch tensors. Host tensors are viewed; device tensors are staged through host memory."""
+"""torch tensors. They are viewed where they lie; those of a GPU that this process cannot work on are copied to the host.
+
+*Never run on a GPU so far*: what is about devices.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdlite.buffer import Buffer
+from hvdlite.dataplane.device import Device, DeviceArray
 from hvdlite.errors import InvalidRequestError
 
 _log = logging.getLogger("hvdlite")
@@ -35,18 +40,8 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
         if array.ndim != 1:
             array = array.reshape(-1)
         return Buffer(array, name, tuple(tensor.shape), "cpu", tensor, None, tensor.data_ptr())
-    if name is None:
-        raise InvalidRequestError(f"dtype {tensor.dtype} is not exchanged: convert it to one of {', '.join(_DTYPES)}")
-    if tensor.layout is not torch.strided:
-        raise InvalidRequestError(f"layout {tensor.layout} is not exchanged here: use to_dense() or a sparse call")
-    device = tensor.device.type
-    if device not in ("cpu", "cuda"):
-        raise InvalidRequestError(f"device {tensor.device} is not exchanged: move the tensor to the CPU or a GPU")
-    source = tensor.detach()
-    if writable and 0 in source.stride() and any(
-        stride == 0 and length > 1 for stride, length in zip(source.stride(), source.shape, strict=True)
-    ):
-        raise InvalidRequestError("the tensor's elements overlap in memory (it was expanded): use clone() first")
+    source, device = _checked(tensor, name, writable), tensor.device.type
+    assert name is not None
     if device == "cuda":
         _note_staging(device)
     host = (source.cpu() if device != "cpu" else source).contiguous()
@@ -55,6 +50,61 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
     if writable and host is not source and host.data_ptr() != source.data_ptr():
         made.write_back = _writer(source, host, name)
     return made
+
+
+def _checked(tensor: Any, name: str | None, writable: bool) -> Any:
+    """The tensor without its history. Raises: InvalidRequestError."""
+    if name is None:
+        raise InvalidRequestError(f"dtype {tensor.dtype} is not exchanged: convert it to one of {', '.join(_DTYPES)}")
+    if tensor.layout is not torch.strided:
+        raise InvalidRequestError(f"layout {tensor.layout} is not exchanged here: use to_dense() or a sparse call")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise InvalidRequestError(f"device {tensor.device} is not exchanged: move the tensor to the CPU or a GPU")
+    source = tensor.detach()
+    if writable and 0 in source.stride() and any(
+        stride == 0 and length > 1 for stride, length in zip(source.stride(), source.shape, strict=True)
+    ):
+        raise InvalidRequestError("the tensor's elements overlap in memory (it was expanded): use clone() first")
+    return source
+
+
+def gpu_of(tensor: Any) -> int | None:
+    """The GPU that a tensor is on; None for the host."""
+    return tensor.get_device() if tensor.is_cuda else None
+
+
+def device_buffer(tensor: Any, writable: bool, device: Device) -> Buffer:
+    """View a tensor on ``device``; a strided one is copied there, and written back when ``writable``.
+
+    Raises: InvalidRequestError for a dtype or layout that is not exchanged.
+    """
+    name = _NAMES.get(tensor.dtype)
+    source = _checked(tensor, name, writable)
+    assert name is not None
+    flat = source.contiguous()
+    array = DeviceArray(flat.data_ptr(), flat.numel(), name, flat)
+    made = Buffer(array, name, tuple(tensor.shape), "cuda", tensor, None, flat.data_ptr(), device,
+                  lambda: int(torch.cuda.current_stream(device.index).cuda_stream))
+    if writable and flat.data_ptr() != source.data_ptr():
+
+        def copy_back(stream: int) -> None:
+            with torch.no_grad(), _on_stream(stream, device.index):
+                source.copy_(flat)
+
+        made.write_back = copy_back
+    return made
+
+
+def device_empty(shape: tuple[int, ...], dtype: str, like: Buffer, stream: int | None = None) -> Buffer:
+    """A new tensor on ``like``'s GPU, uninitialised, of the memory of ``stream``: the calling thread's own by default."""
+    with nullcontext() if stream is None else _on_stream(stream, like.on.index):
+        made = torch.empty(shape, dtype=_DTYPES[dtype], device=like.tensor.device)
+    return device_buffer(made, True, like.on)
+
+
+def _on_stream(stream: int, index: int) -> AbstractContextManager[Any]:
+    known = torch.cuda.ExternalStream(stream, device=index) if stream else torch.cuda.default_stream(index)
+    return torch.cuda.stream(known)
 
 
 def _view(tensor: torch.Tensor, name: str) -> np.ndarray:
@@ -82,7 +132,8 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:
 def _note_staging(device: str) -> None:
     if device not in _staged:
         _staged.add(device)
-        _log.warning("torch tensors on %s are exchanged through host memory: no device data plane is loaded", device)
+        _log.warning("torch tensors on %s are copied to the host and back by torch: for NCCL and pinned memory "
+                     "pip install hvdlite[gpu]", device)
 
 
 def cast(tensor: Any, dtype: Any) -> Any:

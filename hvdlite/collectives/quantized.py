@@ -28,6 +28,7 @@ from hvdlite.compression.residual import ResidualKey
 from hvdlite.compression.rotation import GROUP
 from hvdlite.dataplane import quantized
 from hvdlite.dataplane.base import DataPlane
+from hvdlite.dataplane.device import Device
 from hvdlite.dataplane.quantized import Tensors
 from hvdlite.fusion import Bucket
 from hvdlite.message import Key, ReduceOp, Request
@@ -55,7 +56,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
             _scale_alone(entry.inputs[one.tensor_index].array, entry.outputs[one.tensor_index].array, bucket.dtype, factor)
         return
     exchange = ExchangeSpec.parse(request.compressor)
-    keys, tensors = _find_tensors(bucket, entries, workspace, exchange)
+    keys, tensors = find_tensors(bucket, entries, workspace, exchange)
     route = route_of(plane, exchange, workspace)
     with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
         is_finite = allreduce(plane, route, tensors, factor, workspace)
@@ -92,10 +93,12 @@ def has_residuals(request: Request) -> bool:
     return not request.key.name.startswith(f"{request.key.collective}.noname.")
 
 
-def _find_tensors(
-    bucket: Bucket, entries: Mapping[int, TensorEntry], workspace: Workspace, exchange: ExchangeSpec
+def find_tensors(
+    bucket: Bucket, entries: Mapping[int, TensorEntry], workspace: Workspace, exchange: ExchangeSpec,
+    device: Device | None = None,
 ) -> tuple[list[ResidualKey | None], Tensors]:
-    """The bucket's tensors with their residuals, and the keys of these; None for a tensor without one."""
+    """The bucket's tensors with their residuals, all on ``device`` or on the host, and the keys of these; None for a tensor
+    without one."""
     store, begun = workspace.residuals, set[Key]()
     keys: list[ResidualKey | None] = []
     names, found = [], []
@@ -113,7 +116,10 @@ def _find_tensors(
                 begun.add(request.key)
                 store.begin(request.key.process_set_id, owner, request.key.name)
             length, is_rotated = exchange.codec.padded(one.num_elements), exchange.codec.scale == "rotated"
-            current, shadow = (array.ctypes.data for array in store.arrays(key, length, is_rotated))
+            arrays = store.arrays(key, length, is_rotated, device)
+            current, shadow = (array.ctypes.data if device is None else array.address for array in arrays)
+            if device is not None:
+                device.keep(arrays)  # whatever becomes of the residual meanwhile
         keys.append(key)
         names.append(name)
         moment = entry.moments[one.tensor_index].ctypes.data if entry.moments else 0  # none where a rank has joined
@@ -204,7 +210,7 @@ def allreduce_by_hosts(
     local: DataPlane, cross: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor: float, workspace: Workspace
 ) -> np.ndarray:
     """Sum within hosts, exchange between them, hand out within hosts."""
-    cuts = np.array([_cuts(size, name, local.size) for size, name in zip(tensors.sizes, tensors.names, strict=True)])
+    cuts = cuts_of(tensors, local.size)
     pieces = cuts[:, 1:] - cuts[:, :-1]  # (tensors, ranks of the host), in elements
     counts = pieces.sum(axis=0)
     dtype = NUMPY_DTYPES[tensors.dtype]
@@ -234,6 +240,11 @@ def allreduce_by_hosts(
     verdicts = np.empty(local.size * len(is_finite), np.uint8)
     local.allgather(is_finite.view(np.uint8), verdicts, [len(is_finite)] * local.size)
     return np.logical_and.reduce(verdicts.reshape(local.size, -1), axis=0)
+
+
+def cuts_of(tensors: Tensors, num_ranks: int) -> np.ndarray:
+    """Of each tensor where the pieces of a host's ranks begin and the last ends. *Shapes*: (tensors, num_ranks + 1)."""
+    return np.array([_cuts(size, name, num_ranks) for size, name in zip(tensors.sizes, tensors.names, strict=True)])
 
 
 def _cuts(size: int, name: str, num_ranks: int) -> list[int]:

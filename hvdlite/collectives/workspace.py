@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from hvdlite.compression.residual import ResidualStore
+from hvdlite.dataplane.device import Device
 from hvdlite.timeline.recorder import NullTimeline, Timeline
 
 
@@ -28,6 +29,7 @@ class Workspace:
         #: How each quantised exchange travels, by plane.
         self.routes: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self._fusion_buffer = np.zeros(0, np.uint8)
+        self._pinned = np.zeros(0, np.uint8)
 
     def unrecorded(self) -> Workspace:
         """The same, residuals and all, but for the timeline: what is only tried is no part of a job's history."""
@@ -40,3 +42,11 @@ class Workspace:
         if len(self._fusion_buffer) < num_bytes:
             self._fusion_buffer = np.zeros(num_bytes, np.uint8)
         return self._fusion_buffer[:num_bytes]
+
+    def pinned(self, device: Device, num_bytes: int) -> np.ndarray:
+        """At least ``num_bytes`` of pinned scratch memory, which copies of the bucket before may still read in the order of the
+        device's stream. *Shapes*: (num_bytes,), uint8."""
+        if len(self._pinned) < num_bytes:
+            device.keep(self._pinned)
+            self._pinned = device.pinned(num_bytes)
+        return self._pinned[:num_bytes]

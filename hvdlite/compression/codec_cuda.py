@@ -33,16 +33,16 @@ from hvdlite.compression.spec import (
     check_pieces,
     check_table,
 )
+from hvdlite.dataplane.device import Device
 
 #: Addresses of a message's words and scales.
 Message = tuple[int, int]
 
 
 class CudaCodec:
-    """The codec's kernels on one device. ``device`` uploads tables and launches kernels; no data plane has one yet, so that only
-    tests run this: CUDA tensors still go through host memory."""
+    """The codec's kernels on one device, which uploads tables and launches kernels. Never run on a GPU so far."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
 
     def encode_pieces(
@@ -107,7 +107,7 @@ class CudaCodec:
             self._device.launch(kernel, num_groups, table, len(pieces), num_groups, *arguments)
 
 
-def copy(device: Any, sources: Sequence[int], targets: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+def copy(device: Device, sources: Sequence[int], targets: Sequence[int], sizes_bytes: Sequence[int]) -> None:
     """Copy many pieces of memory in one launch: pack and unpack. Moves twice the bytes."""
     if not len(sizes_bytes):
         return
@@ -119,13 +119,13 @@ def copy(device: Any, sources: Sequence[int], targets: Sequence[int], sizes_byte
         device.launch(cuda_kernels.kernel("pack"), num_steps, device.upload(table), len(table), num_steps)
 
 
-def scale(device: Any, address: int, num_elements: int, dtype: str, factor: float) -> None:
+def scale(device: Device, address: int, num_elements: int, dtype: str, factor: float) -> None:
     """Multiply floats in place; 16-bit ones in float32, rounded once. Moves twice the bytes."""
     if num_elements and factor != 1.0:
         device.launch(cuda_kernels.kernel("scale", dtype=dtype), -(-num_elements // 128), address, num_elements, factor)
 
 
-def divide(device: Any, address: int, num_elements: int, dtype: str, divisor: int) -> None:
+def divide(device: Device, address: int, num_elements: int, dtype: str, divisor: int) -> None:
     """Divide integers in place, toward zero."""
     if num_elements and divisor != 1:
         device.launch(cuda_kernels.kernel("divide", dtype=dtype), -(-num_elements // 32), address, num_elements, divisor)

@@ -81,11 +81,14 @@ def _load(prefix: str, address: str, dtype: str) -> list[str]:
     """16-byte accesses where the group is whole and lies so; else element by element."""
     item = ITEM_BYTES[dtype]
     aligned = f"count == {GROUP} and ({address} & {min(15, 4 * item - 1)}) == 0"
+    fours = _fours(f"{{{prefix}}} = load4_{dtype}(at + {{at}})", item)
+    if dtype == "float64":  # all at once would take 32 registers until they are narrowed
+        fours = [line for four in fours for line in (four, "sync_warp()")][:-1]
     return [
         f"at = {address} + {item} * ({GROUP} * fresh(index) + 4 * lane)",
         *_branch(
             aligned,
-            _fours(f"{{{prefix}}} = load4_{dtype}(at + {{at}})", item),
+            fours,
             [_LEFT, *_fours(f"{{{prefix}}} = load4_some_{dtype}(at + {{at}}, left - {{off}})", item)],
         ),
     ]

@@ -7,6 +7,8 @@ round is known to be finite; otherwise all of the round's are dropped, because t
 round of its own; an optimizer's round is one step, and ends when one of its buckets comes round again or when somebody asks.
 All ranks see the same scales in the same order, so all decide alike.
 
+*GPUs*: an exchange on a GPU takes a residual to the device's memory; whoever looks at it brings it back, until the next one.
+
 *Threads*: any; the exchange itself runs on the background thread, and who reads or changes residuals does so between steps.
 """
 
@@ -15,10 +17,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+
+from hvdlite.dataplane.device import Device
 
 _log = logging.getLogger("hvdlite")
 
@@ -28,10 +33,29 @@ ResidualKey = tuple[int, str, str]
 
 @dataclass
 class _Residual:
-    current: np.ndarray
-    shadow: np.ndarray
+    current: Any
+    shadow: Any
     is_rotated: bool
     has_new: bool = False
+    on: Device | None = None  # whose memory they are DeviceArrays of
+
+    def to_host(self) -> None:
+        """Wait for the device's stream, if they are there."""
+        if self.on is not None:
+            self.current, self.shadow = (
+                self.on.download(one.address, one.nbytes).view(np.float32) for one in (self.current, self.shadow))
+            self.on = None
+
+    def to_device(self, device: Device) -> None:
+        """In the order of the device's stream."""
+        if self.on is None:
+            made = device.allocate(2 * self.current.nbytes).as_dtype("float32")
+            length = len(self.current)
+            pinned = device.pinned(made.nbytes).view(np.float32)
+            pinned[:length], pinned[length:] = self.current, self.shadow
+            device.copy(made.address, pinned.ctypes.data, made.nbytes)
+            device.keep(pinned)
+            self.current, self.shadow, self.on = made[:length], made[length:], device
 
 
 @dataclass
@@ -40,6 +64,8 @@ class _Round:
 
     seen: set[str] = field(default_factory=set)
     is_finite: bool = True
+    #: What tells it later, where that has still to come from a GPU.
+    awaited: list[Callable[[], bool]] = field(default_factory=list)
     touched: list[_Residual] = field(default_factory=list)
 
 
@@ -66,22 +92,32 @@ class ResidualStore:
                 made = self._rounds[process_set_id, owner] = _Round()
             made.seen.add(bucket)
 
-    def arrays(self, key: ResidualKey, length: int, is_rotated: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The residual of a tensor, zeros at first, and the array for the new one. *Shapes*: both (length,), float32."""
+    def arrays(self, key: ResidualKey, length: int, is_rotated: bool, device: Device | None = None) -> tuple[Any, Any]:
+        """The residual of a tensor, zeros at first, and the array for the new one; DeviceArrays on ``device``, else NumPy's.
+
+        *Shapes*: both (length,), float32.
+        """
         with self._lock:
             found = self._residuals.get(key)
             if found is None or len(found.current) != length or found.is_rotated != is_rotated:
                 if found is not None:
                     _log.warning("%s: its residual is dropped, because the tensor's size or scale has changed", key[2])
                 found = self._residuals[key] = _Residual(np.zeros(length, np.float32), np.zeros(length, np.float32), is_rotated)
+            if device is None:
+                found.to_host()
+            else:
+                found.to_device(device)
             return found.current, found.shadow
 
-    def end(self, finite: dict[ResidualKey, bool]) -> None:
-        """The exchange is over; ``finite`` tells of each tensor whether all of its final scales are."""
+    def end(self, finite: Mapping[ResidualKey, bool | Callable[[], bool]]) -> None:
+        """The exchange is over; ``finite`` tells of each tensor whether all of its final scales are, or will be asked."""
         with self._lock:
             for key, is_finite in finite.items():
                 made = self._rounds[key[:2]]
-                made.is_finite &= is_finite
+                if isinstance(is_finite, bool):
+                    made.is_finite &= is_finite
+                else:
+                    made.awaited.append(is_finite)
                 found = self._residuals[key]
                 found.has_new = True
                 made.touched.append(found)
@@ -111,6 +147,8 @@ class ResidualStore:
         """Remove a tensor's residual and return it; None where there is none."""
         with self._lock:
             found = self._residuals.pop(key, None)
+            if found is not None:
+                found.to_host()
             return None if found is None else found.current
 
     def items(self, process_set_id: int, owner: str) -> Iterator[tuple[str, np.ndarray, bool]]:
@@ -118,6 +156,8 @@ class ResidualStore:
         with self._lock:
             self._settle((process_set_id, owner))
             found = sorted((key[2], one) for key, one in self._residuals.items() if key[:2] == (process_set_id, owner))
+            for _, one in found:
+                one.to_host()
         for name, one in found:
             yield name, one.current, one.is_rotated
 
@@ -171,6 +211,8 @@ class ResidualStore:
 
     def _settle(self, owner: tuple[int, str]) -> None:
         made = self._rounds.pop(owner, None)
+        if made is not None:
+            made.is_finite &= all([one() for one in made.awaited])
         for one in made.touched if made else ():
             if made is not None and made.is_finite and one.has_new:
                 one.current, one.shadow = one.shadow, one.current

@@ -273,10 +273,11 @@ else:
     def sync_warp(typing_context):  # type: ignore[no-untyped-def]
         """What lanes staged before is there for all afterwards; nothing read before is known any more."""
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            # The address as an operand: else LLVM holds that nobody but this lane changes the memory.
+            # The address as an operand: else LLVM holds that nobody but this lane changes the memory. Convergent: else LLVM may
+            # move it to where only some of the warp's lanes come by.
             kind, stage = ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _stage_of(builder)
             barrier = ir.InlineAsm(kind, "bar.warp.sync 0xffffffff;", "l,~{memory}", side_effect=True)
-            builder.call(barrier, [builder.ptrtoint(stage, ir.IntType(64))])
+            builder.call(barrier, [builder.ptrtoint(stage, ir.IntType(64))], attrs=("convergent",))
             return context.get_dummy_value()
 
         return types.void(), generate

@@ -59,6 +59,19 @@ def allreduce(plane: DataPlane, exchange: ExchangeSpec, tensors: Tensors, factor
     return made.is_finite
 
 
+def table_of(tensors: Tensors, place: np.ndarray) -> np.ndarray:
+    """The codec's table of a message, given where its pieces lie in their tensors."""
+    tensor, start = place[:, TENSOR], place[:, START]
+    table = np.zeros((len(place), NUM_COLUMNS), np.int64)
+    table[:, GRADIENT] = tensors.sources[tensor] + start * tensors.item_bytes
+    table[:, OUT] = tensors.targets[tensor] + start * tensors.item_bytes
+    for column, addresses in ((RESIDUAL, tensors.residuals), (SHADOW, tensors.shadows), (MOMENT, tensors.moments)):
+        table[:, column] = np.where(addresses[tensor], addresses[tensor] + 4 * start, 0)
+    table[:, spec.COUNT] = place[:, COUNT]
+    table[:, spec.FIRST] = place[:, FIRST]
+    return table
+
+
 class _Exchange:
     """One set of tensors on its way."""
 
@@ -73,20 +86,8 @@ class _Exchange:
         self._tensors = tensors
         self._factor = factor
         self._layout = plan_layout(tensors.sizes, tensors.names, plane.size)
-        self._tables = [[self._table(place) for place in places] for places in self._layout.places]
+        self._tables = [[table_of(tensors, place) for place in places] for places in self._layout.places]
         self._sent: list[tuple[Transfer, np.ndarray]] = []  # with what is sent, which must live as long
-
-    def _table(self, place: np.ndarray) -> np.ndarray:
-        """The codec's table of a message."""
-        tensors, tensor, start = self._tensors, place[:, TENSOR], place[:, START]
-        table = np.zeros((len(place), NUM_COLUMNS), np.int64)
-        table[:, GRADIENT] = tensors.sources[tensor] + start * tensors.item_bytes
-        table[:, OUT] = tensors.targets[tensor] + start * tensors.item_bytes
-        for column, addresses in ((RESIDUAL, tensors.residuals), (SHADOW, tensors.shadows), (MOMENT, tensors.moments)):
-            table[:, column] = np.where(addresses[tensor], addresses[tensor] + 4 * start, 0)
-        table[:, spec.COUNT] = place[:, COUNT]
-        table[:, spec.FIRST] = place[:, FIRST]
-        return table
 
     def finish(self) -> None:
         """Wait until all that was sent has gone."""

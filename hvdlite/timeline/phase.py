@@ -29,6 +29,11 @@ class Phase(IntEnum):
     MPI_ALLTOALL = 33
     QUANTIZED_ALLREDUCE = 35
     MPI_REDUCESCATTER = 34
+    #: Of the host's side only: how long it took to enqueue what the GPU's stream does later.
+    NCCL_ALLREDUCE = 36
+    NCCL_ALLGATHER = 37
+    NCCL_BCAST = 38
+    NCCL_ALLTOALL = 39
     CYCLE_START = 40
     WAIT = 50
     STEP = 51
@@ -52,12 +57,14 @@ class Phase(IntEnum):
     RESIDUAL = 68
     #: A reading of this rank's clock (start_ns) and of the time of day at that moment (end_ns), ``value`` the error in ns.
     TIME_OF_DAY = 69
+    NCCL_REDUCESCATTER = 70
 
 
 #: The lane (thread of the trace viewer) that shows a phase.
 LANES = ("wait", "negotiate", "operation", "fuse-copy", "communicate", "cycle", "step", "compute", "bucket", "events")
 
-_OF_USER = {Phase.STEP: 6, Phase.FORWARD: 7, Phase.BACKWARD: 7, Phase.INPUT: 7, Phase.MARK: 7, Phase.WAIT: 0, Phase.BUCKET: 8}
+_OF_USER = {Phase.STEP: 6, Phase.FORWARD: 7, Phase.BACKWARD: 7, Phase.INPUT: 7, Phase.MARK: 7, Phase.WAIT: 0, Phase.BUCKET: 8,
+            Phase.NCCL_REDUCESCATTER: 4}
 
 #: Phases that are moments, not spans.
 INSTANTS = frozenset((Phase.CYCLE_START, Phase.SUBMIT, Phase.CLOCK, Phase.ERROR, Phase.END, Phase.DECISION, Phase.RESIDUAL))

@@ -39,7 +39,7 @@ from hvdlite.api import (  # noqa: F401
     start_timeline,
     stop_timeline,
 )
-from hvdlite.errors import HorovodInternalError, InvalidRequestError  # noqa: F401
+from hvdlite.errors import HorovodInternalError, InvalidRequestError, UnavailableError  # noqa: F401
 from hvdlite.handle import Handle
 from hvdlite.message import Collective, ReduceOp
 from hvdlite.process_set import ProcessSet
@@ -360,8 +360,13 @@ def mpi_threads_supported() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version code, 0 without it: no data plane for it is here yet."""
-    return 0
+    """NCCL's version code, 0 where CuPy or NCCL is missing. Whether it is used depends on the GPUs too, and is logged."""
+    from hvdlite.dataplane.gpus import load_nccl
+
+    try:
+        return int(load_nccl()[0].get_version())
+    except (UnavailableError, RuntimeError):
+        return 0
 
 
 def _not_built() -> bool:
