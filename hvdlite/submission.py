@@ -105,6 +105,17 @@ class Submission:
             raise self.invalid(f"its tensors are on {' and '.join(sorted(devices))}: put them all on one device")
         return tuple(made)
 
+    def small_copy(self) -> tuple[Buffer, ...]:
+        """A copy of a tensor that is alone, to be combined in place, where its framework makes that cheaper; else nothing."""
+        if self.is_group:
+            return ()
+        try:
+            copy = getattr(adapter_for(self.tensors[0]), "small_copy", None)
+        except InvalidRequestError:
+            return ()  # whoever views it words this
+        made = None if copy is None else copy(self.tensors[0])
+        return () if made is None else (made,)
+
     def _view(self, adapter: Any, tensor: Any, writable: bool) -> Buffer:
         """A tensor where it lies; one on a GPU as a copy on the host where this process cannot work on the GPU itself."""
         index = adapter.gpu_of(tensor)
@@ -186,7 +197,8 @@ def allreduce(
     ``memory``: of tensors in place, if it is known already.
     """
     chosen = call.op(op, average)
-    inputs = call.buffers(writable=in_place) if memory is None else memory.buffers
+    copied = () if in_place or compressor != "none" else call.small_copy()
+    inputs = memory.buffers if memory is not None else copied or call.buffers(writable=in_place)
     _refuse_bool(call, inputs)
     if chosen == ReduceOp.Adasum:
         _check_adasum(call, inputs)
@@ -195,7 +207,7 @@ def allreduce(
             raise call.invalid(f"op {ReduceOp(chosen).name} of quantised values: use Average or Sum, or leave compression out")
         if not any(buffer.dtype in FLOATS for buffer in inputs):
             compressor = "none"  # integers arrive exactly, as with every compressor
-    outputs = inputs if in_place else call.buffers(like=inputs)
+    outputs = inputs if in_place or copied else call.buffers(like=inputs)
     return call.add(inputs, outputs, op=chosen, prescale=prescale_factor, postscale=postscale_factor, compressor=compressor,
                     result=result, moments=moments, memory=memory)
 

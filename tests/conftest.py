@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-collect_ignore = [] if os.environ.get("HVDLITE_LAUNCHER") else ["parallel"]
+collect_ignore = [] if os.environ.get("HVDLITE_LAUNCHED_BY") else ["parallel"]
 
 
 @pytest.fixture(autouse=True, scope="session")

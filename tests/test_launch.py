@@ -60,7 +60,7 @@ def test_environment_arrives_byte_for_byte():
     for one in seen:
         for name, value in odd.items():
             assert one[name.decode("latin-1")] == value.decode("latin-1")
-        assert one["HVDLITE_CYCLE_TIME"] == "2.5" and one["HVDLITE_LAUNCHER"] == "hvdrun" and one["PYTHONUNBUFFERED"] == "1"
+        assert one["HVDLITE_CYCLE_TIME"] == "2.5" and one["HVDLITE_LAUNCHED_BY"] == "hvdrun" and one["PYTHONUNBUFFERED"] == "1"
     ranks = {one.get("PMI_RANK", one.get("PMIX_RANK")) for one in seen}
     assert ranks == {"0", "1"}
 

@@ -59,8 +59,8 @@ class _Job:
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [*HVDRUN, "-np", str(ranks), *options, PYTHON, "-c", f"import os, signal, sys, time; {RANK}\n{code}"],
-            env=_environment(MARK=self.mark), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-            cwd=ROOT, start_new_session=True, preexec_fn=_heed_signals, **kwargs)
+            env=_environment(MARK=self.mark), stdin=kwargs.pop("stdin", subprocess.DEVNULL), stdout=subprocess.PIPE,
+            stderr=self.errors, text=True, cwd=ROOT, start_new_session=True, preexec_fn=_heed_signals, **kwargs)
         for _ in range(ranks):
             assert "here" in self.process.stdout.readline(), self.said()
 
@@ -220,6 +220,34 @@ def test_l4_nothing_is_left_when_the_terminal_is_closed():
     process.wait(10)
 
 
+def _without_mark(pattern):
+    """Living processes by their command line, whatever became of their environment."""
+    return [pid for pid in filter(str.isdigit, os.listdir("/proc")) if pattern in _command_line(pid)]
+
+
+def _command_line(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("how", ["sigterm", "fails", "hvdrun killed"])
+def test_l4_nothing_is_left_of_groups_and_sessions_of_their_own(how):
+    seconds = f"77.{os.getpid()}{len(how)}"
+    own_session = f"subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)" if how != "hvdrun killed" else ""
+    code = (f"import subprocess\nsubprocess.Popen(['timeout', '100', 'sleep', '{seconds}'])\n{own_session}\ntime.sleep(0.3)\n"
+            f"{HERE}\nif r == 1 and {how == 'fails'}: sys.exit(3)\ntime.sleep(60)")
+    with _Job("L4s", code, "--grace", "1") as job:
+        if how != "fails":
+            assert _without_mark(seconds)
+            job.send(signal.SIGTERM if how == "sigterm" else signal.SIGKILL)
+        job.end()
+        assert job.process.returncode == {"sigterm": 143, "fails": 3, "hvdrun killed": -9}[how], job.said()
+        _wait_until(lambda: not _without_mark(f"sleep {seconds}"), 3)
+
+
 CHECKPOINT = f"""
 def save(number, frame):
     os.write(1, b"saved\\n")
@@ -244,6 +272,20 @@ def test_l5_the_second_ctrl_c_ends_them_now():
         started_s = time.monotonic()
         job.end()
         assert job.process.returncode == 130 and time.monotonic() - started_s < 2
+
+
+def test_l5_ctrl_c_counts_after_a_failure_too_and_nothing_is_started_again():
+    code = (f"for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n{HERE}\n"
+            "if r == 1: time.sleep(0.3); sys.exit(7)\ntime.sleep(60)")
+    with _Job("L5r", code, "--grace", "30", "--restarts", "3", "--unwind", "0.2") as job:
+        time.sleep(1.5)
+        started_s = time.monotonic()
+        job.send(signal.SIGINT)
+        _wait_until(lambda: "Ctrl-C again" in job.said())
+        job.send(signal.SIGINT)
+        job.end()
+        assert job.process.returncode == 7 and time.monotonic() - started_s < 5
+        assert "exit code 7" in job.said() and "starting again" not in job.said(), job.said()
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -354,6 +396,18 @@ def _connections(arguments):
     done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, env=_environment())
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("CONNECT")]
+
+
+def test_a_rank_may_itself_be_hvdrun():
+    done = hvdrun(2, *HVDRUN, "-np", "2", PYTHON, "-c", "import hvdlite as h; h.init(); print('size', h.size(), flush=True)")
+    assert done.returncode == 0 and done.stdout.splitlines() == ["size 2"] * 4, done.stderr
+
+
+def test_l9_a_local_job_within_an_allocation_starts_here():
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODELIST": "n[1-2]", "SLURM_NNODES": "2",
+                  "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_NUM_NODES": "2"}
+    done = hvdrun(2, "sh", "-c", 'echo "$SLURM_JOB_ID"', options=["-H", "localhost:2"], env=_environment(**allocation))
+    assert done.returncode == 0 and done.stdout.splitlines() == ["7"] * 2, done.stderr
 
 
 def test_check_build_says_what_there_is():
@@ -528,6 +582,37 @@ def test_l16_a_reader_that_leaves_does_not_end_the_job(tmp_path):
     assert done.returncode == 0 and done.stdout == "line\n" and len(list(tmp_path.iterdir())) == 2
 
 
+def test_l16_files_that_cannot_be_written_are_told_and_cost_no_job(tmp_path):
+    done = hvdrun(2, "true", options=["--output-dir", "/proc/x"])
+    assert done.returncode == 2 and "--output-dir /proc/x" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "rank.0").mkdir()
+    os.symlink("/dev/full", tmp_path / "rank.0/stdout")
+    done = hvdrun(2, PYTHON, "-c", "print('a', flush=True)", options=["--output-dir", tmp_path])
+    assert done.returncode == 0 and done.stdout == "a\na\n" and done.stderr.count("the files end here") == 1, done.stderr
+
+
+def test_l17_a_rank_that_reads_nothing_costs_no_memory():
+    feed = subprocess.Popen(["head", "-c", "200000000", "/dev/zero"], stdout=subprocess.PIPE)
+    try:
+        with _Job("L17", f"{HERE}\ntime.sleep(2)\nsys.stdin.close()", "--stdin", "0", stdin=feed.stdout) as job:
+            time.sleep(1.0)
+            for pid in _living(job.mark):
+                with open(f"/proc/{pid}/status") as status:
+                    assert int(re.search(r"VmHWM:\s+(\d+)", status.read())[1]) < 100_000
+            job.end()
+            assert job.process.returncode == 0
+    finally:
+        feed.kill()
+        feed.wait()
+        feed.stdout.close()
+
+
+def test_closed_standard_descriptors_are_nobody_else_s():
+    line = f'{PYTHON} -m hvdlite.launch -np 2 --stdin 0 {PYTHON} -c "import sys; sys.exit(len(sys.stdin.read()))" <&- 2>&-'
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and done.stdout == ""
+
+
 def test_l17_stdin_reaches_the_rank_that_was_named():
     code = f"import os, sys; {RANK}\nos.write(1, b'%d %r\\n' % (r, sys.stdin.read()))".replace("%r", "%a")
     for option, expected in (("0", {"0": "'a\\nb\\n'", "1": "''"}), ("all", {"0": "'a\\nb\\n'", "1": "'a\\nb\\n'"})):
@@ -613,6 +698,14 @@ def test_l18_sigquit_shows_the_stacks_and_the_job_goes_on():
         job.send(signal.SIGQUIT)
         job.end()
         assert job.process.returncode == 0 and "ranks 0-1: is at <string>:4 (work)" in job.said(), job.said()
+
+
+def test_l18_sigquit_spares_what_has_become_another_program():
+    with _Job("L18e", f"{HERE}\nos.execvp('sleep', ['sleep', '2'])") as job:
+        time.sleep(0.3)
+        job.send(signal.SIGQUIT)
+        job.end()
+        assert job.process.returncode == 0 and "is in no Python that answers: sleep" in job.said(), job.said()
 
 
 def test_l18_a_busy_job_is_no_hang():

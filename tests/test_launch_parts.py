@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdlite.errors import ConfigError
 from hvdlite.launch import cli, options, sweep
 from hvdlite.launch.allocation import find_allocation
-from hvdlite.launch.binding import gpu_of, num_threads, share
+from hvdlite.launch.binding import format_cpus, gpu_of, num_threads, parse_cpus, share
 from hvdlite.launch.channel import MAX_HELLO_BYTES, Channel, is_proof, proof
 from hvdlite.launch.environment import Passing, is_secret, rank_environment
 from hvdlite.launch.hang import HangWatch, RankState, describe_hang
@@ -261,7 +261,7 @@ def test_l16_the_prefix_is_a_template():
     out = _Out(prefix="{host}/{rank}/{stream}> ", fold=False).take(1, b"x\n").take(1, b"y\n", stream=2)
     assert (out.seen(), out.seen(2)) == (b"h1/1/stdout> x\n", b"h1/1/stderr> y\n")
     assert check_prefix("{time} {{x}}") == "{time} {{x}}"
-    for bad, says in [("{rnk}", "rnk"), ("{", "{")]:
+    for bad, says in [("{rnk}", "rnk"), ("{", "{"), ("{rank:02d}", "rank:02d")]:
         with pytest.raises(ValueError, match=says):
             check_prefix(bad)
 
@@ -359,6 +359,27 @@ def test_l3_a_traceback_is_held_and_found():
     assert _tail("no trace\n")[0].traceback() == []
 
 
+def test_l3_a_traceback_after_which_the_program_went_on_is_not_the_cause():
+    tail, _ = _tail(TRACE)
+    assert tail.take(b"within the hold\n", 2.0) == [] and tail.error() == "RuntimeError: boom"
+    assert len(tail.release()) == 6
+    assert tail.take(b"epoch 7\n", 4.0) == [b"epoch 7\n"] and tail.error() == "" and tail.traceback() == []
+
+
+@pytest.mark.parametrize("text, says", [
+    ("Traceback (most recent call last):\n" + '  File "a.py", line 3, in f\n    g()\n' * 3000 + "RecursionError: too deep\n",
+     "RecursionError: too deep"),
+    ('  File "a.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n', "SyntaxError: invalid syntax"),
+    ('  + Exception Group Traceback (most recent call last):\n  |   File "a.py", line 1, in <module>\n  |     f()\n'
+     "  | ExceptionGroup: two (2 sub-exceptions)\n  +-+---------------- 1 ----------------\n    | ValueError: a\n"
+     "    +---------------- 2 ----------------\n    | TypeError: b\n    +------------------------------------\n",
+     "ExceptionGroup: two (2 sub-exceptions)")], ids=["recursion", "syntax", "group"])
+def test_l3_the_cause_is_found_in_tracebacks_of_every_shape(text, says):
+    tail, _ = _tail(text)
+    trace = tail.traceback()
+    assert tail.error() == says and len(trace) <= 401 and trace[0] == text.splitlines()[0] and trace[-1] == text.splitlines()[-1]
+
+
 def test_l3_the_box_names_the_cause_its_meaning_and_the_others_in_one_line_and_ends_with_the_traceback():
     outcome = Outcome(0, {
         2: RankEnd(2, 12, 1, 10, host="h2", error="RuntimeError: boom", traceback=tuple(TRACE.splitlines())),
@@ -423,6 +444,21 @@ def test_l18_a_job_hangs_when_something_is_pending_long_or_nothing_happens():
     assert not watch.verdict(13.9) and "allreduce 'x' has been pending for 5 s" in watch.verdict(14.0)
     watch.note_state(0, {"completed": 4, "pending": []}, 14.0)
     assert not watch.verdict(15.0)
+
+
+def test_l18_time_in_which_nobody_listened_is_no_silence():
+    watch = HangWatch(5.0)
+    watch.note_progress(0, 0.0)
+    watch.note_state(0, {"completed": 1, "pending": [["allreduce 'x'", 0.1]]}, 1.0)
+    watch.shift(20.0)
+    assert watch.asks(21.0) and not watch.verdict(25.9) and watch.verdict(26.0)
+
+
+def test_l19_processors_travel_as_ranges():
+    for cpus in ([], [0], [0, 1, 2, 8, 10, 11], list(range(1024))):
+        assert parse_cpus(format_cpus(cpus)) == cpus
+    assert len(format_cpus(range(100_000))) < 20
+    assert parse_cpus(None) == parse_cpus("x") == parse_cpus("1-") == parse_cpus([1]) == []
 
 
 def test_l18_a_slow_start_is_no_hang():

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
 #: A rank computes in one thread and communicates in another: on fewer processors than this it is not bound.
 MIN_CPUS_TO_BIND = 2
+
+
+def format_cpus(cpus: Sequence[int]) -> str:
+    """Processors as ranges, ``0-3,8``, which stay short on large machines."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def parse_cpus(text: object) -> list[int]:
+    """Invert :func:`format_cpus`; what is no such text is no processor."""
+    if not isinstance(text, str) or not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+        return []
+    bounds = [part.partition("-") for part in text.split(",")]
+    return [cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)]
 
 
 def share(cpus: Sequence[int], local_size: int, local_rank: int) -> tuple[int, ...]:

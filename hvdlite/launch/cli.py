@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,6 +43,7 @@ wrongly or no MPI was found.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``hvdrun`` command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _occupy_standard_descriptors()
     try:
         if argv[:1] == ["doctor"]:
             from hvdlite.launch.doctor import main as doctor
@@ -53,8 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UnavailableError, ConfigError) as error:
         _say(f"hvdrun: error: {error}")
         return 2
+    except BrokenPipeError:  # of what is printed without starting anything, as in hvdrun --dry-run | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own last flush says nothing
+        return 141
     except KeyboardInterrupt:  # before the job started; afterwards the supervisor has the signals
         return 130
+
+
+def _occupy_standard_descriptors() -> None:
+    """A closed standard descriptor would be that of the next file opened here, which must not be taken for it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -163,7 +173,7 @@ def _launch(planned: Planned, settings: Settings, verbose: bool) -> int:
     reasons: list[str] = []
     while True:
         outcome = planned.run(len(reasons), verbose)
-        if not outcome.exit_code or outcome.interrupted_by or outcome.error or len(reasons) >= settings.restarts:
+        if not outcome.exit_code or outcome.is_unwanted or outcome.error or len(reasons) >= settings.restarts:
             break
         reasons.append(outcome.describe().removeprefix("hvdrun: "))
         if text := outcome.box(_is_unicode()):
@@ -184,5 +194,5 @@ def _is_unicode() -> bool:
 def _say(text: str) -> None:
     try:
         print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr, flush=True)
-    except (BrokenPipeError, UnicodeEncodeError):
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody reads it any more: the exit code still counts
+    except (OSError, UnicodeEncodeError):
+        pass  # nobody reads it any more, or its disk is full: the exit code still counts

@@ -27,6 +27,8 @@ _OUTER_NAMES = frozenset((
     b"OMPI_FILE_LOCATION", b"OMPI_FIRST_RANKS", b"OMPI_MCA_initial_wdir", b"OMPI_MCA_num_procs",
     b"OMPI_NUM_APP_CTX", b"OMPI_TOOL_NAME", b"OMPI_UNIVERSE_SIZE", b"OMPI_VERSION", b"OPAL_USER_PARAMS_GIVEN",
     b"PRTE_LAUNCHED", b"PRTE_SHARED_FS"))
+#: How starters recognise that they are in an allocation of Slurm, PBS, LSF, Grid Engine or Cobalt.
+_BATCH_PREFIXES = (b"SLURM_", b"PBS_", b"LSB_", b"LSF_", b"LS_", b"PE_HOSTFILE", b"SGE_", b"JOB_ID", b"COBALT_")
 _SETTINGS_PREFIXES = (b"PMIX_MCA_", b"PMIX_PREFIX")
 
 #: Names of what should be told to nobody who need not know: a program's environment ends up in its logs and crash reports.
@@ -109,6 +111,11 @@ def with_startup(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     return {**environment, b"PYTHONPATH": os.pathsep.encode().join(path)}
 
 
+def for_this_host_only(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """For a starter that is to start processes here: less what would have it ask a batch system to do so elsewhere."""
+    return {name: value for name, value in environment.items() if not name.startswith(_BATCH_PREFIXES)}
+
+
 def without_outer_job(caller: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """The caller's environment less the traces of an MPI job that the caller itself is a rank of."""
     return {name: value for name, value in caller.items() if not _tells_outer_job(name)}
@@ -121,7 +128,7 @@ def job_environment(caller: Mapping[bytes, bytes], settings: Mapping[str, str], 
     environment.setdefault(b"PYTHONUNBUFFERED", b"1")
     environment.setdefault(b"PYTHONFAULTHANDLER", b"1")  # a crash in native code shows the line of Python that led there
     environment.update((name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in settings.items())
-    environment[b"HVDLITE_LAUNCHER"] = b"hvdrun"
+    environment[b"HVDLITE_LAUNCHED_BY"] = b"hvdrun"
     environment[b"HVDLITE_JOB"] = job_id.encode()
     return with_startup(environment)
 

@@ -28,11 +28,19 @@ if not __package__:  # run by path: the standard library stays first, so nothing
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from hvdlite import notes
-from hvdlite.launch.binding import find_gpus, gpu_of
+from hvdlite.launch.binding import find_gpus, format_cpus, gpu_of
 from hvdlite.launch.channel import Channel, connect, connect_tcp, is_proof, pack, proof, remove, unpack
 from hvdlite.launch.environment import CONTACT, rank_environment
 from hvdlite.launch.oom import num_oom_kills
-from hvdlite.launch.process import GroupWatch, die_with_parent, signal_group
+from hvdlite.launch.process import (
+    SessionWatch,
+    adopt_orphans,
+    die_with_parent,
+    kill_descendants,
+    reap_adopted,
+    signal_group,
+    signal_session,
+)
 from hvdlite.launch.rank_notes import RankNotes
 from hvdlite.launch.sweep import claim_path, mapped_segments, release_claim, update_claim
 
@@ -77,7 +85,7 @@ class Guard:
         self._stdin_fd, self._stdin, self._stdin_ended = -1, bytearray(), False
         self._under_way = 0
         self._notes: RankNotes | None = None
-        self._watch_group: GroupWatch | None = None
+        self._session_watch: SessionWatch | None = None
         self._oom_kills = 0
         self._claim, self._segments = "", set[str]()
         self._claims_at_s, self._claim_pause_s = _NEVER_S, _FIRST_CLAIM_S
@@ -219,7 +227,7 @@ class Guard:
                 os.close(descriptor)
         self._pid = self._process.pid
         try:
-            self._watch_group = GroupWatch(self._pid)
+            self._session_watch = SessionWatch(self._pid)
         except OSError:
             pass  # a host without a shell: should this guard be killed, its rank ends, but not what that has started
         self._notes.rank_pid = self._pid
@@ -238,16 +246,19 @@ class Guard:
         process = self._process
         if process is None:
             return
+        watch_pid = self._session_watch.pid if self._session_watch is not None else 0
         end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if end is None:
+            reap_adopted((process.pid, watch_pid))
             return
         ended_ns = time.monotonic_ns()
         if end.si_status != 0 or self._sent:
             # Before reaping: until then no other process can have this group's number.
             signal_group(process.pid, signal.SIGKILL)
+            kill_descendants((watch_pid,))  # also what has made itself a group or session of its own
         self._process = None
-        if self._watch_group is not None:
-            self._watch_group.end()
+        if self._session_watch is not None:
+            self._session_watch.end()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         self._drain_outputs()
@@ -288,17 +299,21 @@ class Guard:
                 pass
 
     def _feed(self) -> None:
-        """Write to the rank's standard input what it takes."""
-        if self._stdin_fd < 0:
-            return
+        """Write to the rank's standard input what it takes, and tell hvdrun, which sends little more than that."""
+        waiting = len(self._stdin)
         try:
-            while self._stdin:
+            while self._stdin_fd >= 0 and self._stdin:
                 del self._stdin[:os.write(self._stdin_fd, memoryview(self._stdin)[:1 << 16])]
         except BlockingIOError:
+            self._report(kind="took", bytes=waiting - len(self._stdin))
             return
         except OSError:
-            self._stdin.clear()
             self._stdin_ended = True  # the rank reads no more
+        self._stdin.clear()
+        if waiting:
+            self._report(kind="took", bytes=waiting)
+        if self._stdin_fd < 0:
+            return
         if self._stdin_ended:
             self._forget(self._stdin_fd)
             os.close(self._stdin_fd)
@@ -326,7 +341,7 @@ class Guard:
         if number in _ENDING:
             self._sent.add(number)
         if self._process is not None:
-            signal_group(self._process.pid, number)
+            (signal_session if number in _ENDING else signal_group)(self._process.pid, number)
 
     def _end_orphan(self) -> None:
         if self._hvdrun_gone:
@@ -378,6 +393,7 @@ def main() -> int:
     """Connect to hvdrun and serve one rank; the exit code says nothing about the rank."""
     wakeup_fd = _catch_signals()
     die_with_parent(signal.SIGTERM, os.getppid())
+    adopt_orphans()
     directory = sys.argv[1]
     try:
         if directory == "-":
@@ -401,7 +417,7 @@ def main() -> int:
 
     def hello(nonce: str) -> dict[str, Any]:
         return {"kind": "hello", "rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "nonce": own_nonce,
-                "cpus": sorted(os.sched_getaffinity(0)), "now_ns": time.monotonic_ns(),
+                "cpus": format_cpus(sorted(os.sched_getaffinity(0))), "now_ns": time.monotonic_ns(),
                 "proof": proof(token, "guard", nonce, rank)}
 
     def is_trusted(job: dict[str, Any]) -> bool:

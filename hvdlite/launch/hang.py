@@ -176,6 +176,12 @@ class HangWatch:
         """When to look again."""
         return self._ask_at_s if self.timeout_s else _NEVER_S
 
+    def shift(self, seconds: float) -> None:
+        """For so long nobody has listened: it counts for nothing, and the ranks are asked again first."""
+        self._progress_s += seconds
+        self._oldest_since_s.clear()
+        self._ask_at_s = 0.0
+
     def verdict(self, now_s: float) -> str:
         """Why the job hangs, or nothing."""
         for rank, since_s in self._oldest_since_s.items():

@@ -72,7 +72,8 @@ class Outcome:
     """What became of a job. *Units*: ``started_ns`` and ``ended_ns`` are CLOCK_MONOTONIC.
 
     ``error``: why it could not start or go on, with the exit code it means. ``interrupted_by``: the signal that
-    a person sent to hvdrun before anything failed. ``hung``: why it was ended as hanging, with ``report``, the stacks of all
+    a person sent to hvdrun before anything failed; ``is_unwanted``: one was sent at any time, so nothing is to be started again.
+    ``hung``: why it was ended as hanging, with ``report``, the stacks of all
     ranks. ``starter_returncode``: None while the starter lives.
     """
 
@@ -81,6 +82,7 @@ class Outcome:
     error: str = ""
     error_code: int = 0
     interrupted_by: int = 0
+    is_unwanted: bool = False
     hung: str = ""
     report: str = ""
     starter_returncode: int | None = None

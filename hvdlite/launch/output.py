@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from hvdlite.errors import ConfigError
 from hvdlite.launch.job import OutputOptions
 from hvdlite.launch.tracebacks import StderrTail
 
@@ -46,6 +47,10 @@ def check_prefix(template: str) -> str:
     if unknown := names - _FIELDS:
         raise ValueError(f"{template!r}: {{{sorted(unknown)[0]}}} is unknown: "
                          "use {rank}, {local_rank}, {host}, {time}, {stream}")
+    try:
+        template.format(**dict.fromkeys(_FIELDS, "0"))
+    except (ValueError, LookupError, AttributeError) as reason:
+        raise ValueError(f"{template!r}: {reason}: fields are text, such as 0-3: write {{rank:>3}} for a width") from None
     return template
 
 
@@ -133,6 +138,15 @@ class Output:
             self._open_files(options.directory)
 
     def _open_files(self, directory: str) -> None:
+        """Raises: ConfigError where they cannot be made."""
+        try:
+            self._make_files(directory)
+        except OSError as reason:
+            self.close()
+            raise ConfigError(
+                f"--output-dir {directory}: {reason.strerror or reason}: name a directory that can be written") from None
+
+    def _make_files(self, directory: str) -> None:
         width = len(str(self._num_ranks - 1))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         for (rank, stream), one in self._streams.items():
@@ -147,7 +161,7 @@ class Output:
         """Take what a rank wrote."""
         one = self._streams[rank, stream]
         if one.file >= 0:
-            _write_all(one.file, data)
+            self._write_file(one.file, data)
         if self._options.is_raw:
             self.sinks[stream].write(data)
             return
@@ -232,7 +246,8 @@ class Output:
             text, self._transient = _CLEAR + text, None
         sink.write(text)
         if self._merged >= 0:
-            _write_all(self._merged, self._prefixed(ranks, stream, line, template=self._template or "[{rank}] ", color=False))
+            self._write_file(
+                self._merged, self._prefixed(ranks, stream, line, template=self._template or "[{rank}] ", color=False))
         if len(sink.pending) > _FILE_BYTES:
             sink.flush(bool(not sink.is_closed and select.select([], [sink.descriptor], [], 0)[1]))
 
@@ -314,6 +329,15 @@ class Output:
                 sink.flush(sink.descriptor in ready)
             if not ready and interrupted(0.05):
                 return
+
+    def _write_file(self, descriptor: int, data: bytes) -> None:
+        """Write to one of the files; where that fails the job goes on without them, which is said."""
+        try:
+            _write_all(descriptor, data)
+        except OSError as reason:
+            self.close()
+            self.say(f"hvdrun: warning: --output-dir {self._options.directory}: {reason.strerror}: the files end here, the job "
+                     "goes on")
 
     def close(self) -> None:
         """Close the files."""

@@ -30,6 +30,7 @@ from hvdlite.launch.environment import (
     CONTACT,
     Passing,
     for_another_host,
+    for_this_host_only,
     is_secret,
     job_environment,
     of_this_host,
@@ -93,6 +94,8 @@ class Planned:
 
     def _starter_environment(self, environment: dict[bytes, bytes]) -> dict[bytes, bytes]:
         """What the starter gets: the job's, what ssh needs to show who the user is, and what is true of this host only."""
+        if not self.request.is_remote:
+            environment = for_this_host_only(environment)
         return {**of_this_host(os.environb), **environment,
                 **{name: value for name, value in self.caller.items() if name.startswith(b"SSH_")}}
 

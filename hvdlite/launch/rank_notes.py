@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdlite import notes
 from hvdlite.launch.channel import pack
+from hvdlite.launch.process import catches
 
 #: How long a rank may take to tell its stacks, and how long silence means that they are complete. Chosen.
 _STACKS_S = 1.0
@@ -116,6 +117,9 @@ class RankNotes:
         thread to answer, or whose interpreter is held, is asked in this way."""
         self._signal_at_s = _NEVER_S
         if not self._python_pid:
+            return
+        if not catches(self._python_pid, notes.STACKS_SIGNAL):
+            self._asked_until_s = time.monotonic()  # it has become another program, which would end by it
             return
         try:
             os.kill(self._python_pid, notes.STACKS_SIGNAL)

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from hvdlite.errors import InvalidRequestError, JobFailedError, format_ranks
 from hvdlite.launch import run_supervisor, task
 from hvdlite.launch.command import StartRequest, build_command, oversubscription_warning
-from hvdlite.launch.environment import job_environment, without_outer_job
+from hvdlite.launch.environment import for_this_host_only, job_environment, without_outer_job
 from hvdlite.launch.failure import Failure
 from hvdlite.launch.job import Job, OutputOptions
 from hvdlite.launch.mpi import find_mpi, find_starter
@@ -70,7 +70,7 @@ def run(
             environment=_environment(env or {}), directory=os.getcwdb(), unwind_s=unwind_s, grace_s=grace_s, binds=True,
             sets_threads="OMP_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in (env or {}),
             output=OutputOptions(holds_tracebacks=False))
-        order = pickle.dumps((job, build_command(request, job.environment), socket_directory, call_directory))
+        order = pickle.dumps((job, build_command(request, for_this_host_only(job.environment)), socket_directory, call_directory))
         return _results(_outcome(process, order, answer), call_directory, int(np))
 
 

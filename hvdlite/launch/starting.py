@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -26,12 +27,20 @@ def start(command: StartCommand) -> subprocess.Popen[bytes]:
     environment = {os.fsencode(name): os.fsencode(value) for name, value in command.environment.items()}
     own = {os.fsencode(name): os.fsencode(value) for name, value in command.own_environment.items()}
     hvdrun_pid = os.getpid()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def prepare() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        die_with_parent(signal.SIGTERM, hvdrun_pid)
+
+    # Each guard is a connection here; the ranks get the limit that the user has.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))
     process = subprocess.Popen(
         command.argv, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**own, **environment, **command.caller, **own},  # its own first: Hydra 5.0 does not hand the last one on
         stdin=subprocess.DEVNULL,  # a starter reads it for rank 0, and so eats the input of a surrounding shell loop
         start_new_session=True,  # a terminal's Ctrl-C reaches hvdrun only, which passes it on in order
-        preexec_fn=lambda: die_with_parent(signal.SIGTERM, hvdrun_pid))
+        preexec_fn=prepare)
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     return process

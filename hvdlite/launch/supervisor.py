@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdlite.errors import format_ranks
-from hvdlite.launch.binding import num_threads, share
+from hvdlite.launch.binding import num_threads, parse_cpus, share
 from hvdlite.launch.channel import Channel, listen, pack, proof, receive, remove, unpack
 from hvdlite.launch.command import StartCommand
 from hvdlite.launch.guard import BEAT_S, SILENCE_S
@@ -41,6 +41,8 @@ ABANDON_AFTER_S = 5.0
 MAX_BACKLOG_BYTES = 1 << 20
 #: How long all ranks may take to tell their stacks. Chosen: a second more than a guard waits.
 STACKS_TIMEOUT_S = 3.0
+#: Waking up so much later than asked means to have been suspended. Chosen.
+SUSPENDED_S = 1.0
 #: What hvdrun exits with when the ranks cannot be started in time.
 EXIT_NOT_STARTED = 3
 
@@ -59,6 +61,7 @@ class _Rank:
     heard_s: float
     pid: int = 0
     owed_bytes: int = 0
+    input_bytes: int = 0  # sent to it and not taken yet
 
 
 @contextmanager
@@ -133,7 +136,11 @@ class Supervisor:
 
     def _turn(self, timeout_s: float | None) -> None:
         self._set_interests()
-        for descriptor, events in self._poll.poll(None if timeout_s is None else timeout_s * 1000 + 1):
+        asked_s = time.monotonic()
+        arrived = self._poll.poll(None if timeout_s is None else timeout_s * 1000 + 1)
+        if timeout_s is not None and (late_s := time.monotonic() - asked_s - timeout_s) > SUSPENDED_S:
+            self._hang.shift(late_s)  # hvdrun was stopped, or the whole machine: that is no silence of the ranks
+        for descriptor, events in arrived:
             self._serve(descriptor, events)
         self._output.act_on_time()
         self._pay()
@@ -169,7 +176,7 @@ class Supervisor:
 
     def _takes_input(self) -> bool:
         targets = self._input_ranks()
-        return bool(targets) and all(len(self._ranks[rank].channel.unsent) < 1 << 16 for rank in targets)
+        return bool(targets) and all(self._ranks[rank].input_bytes < MAX_BACKLOG_BYTES for rank in targets)
 
     def _input_ranks(self) -> list[int]:
         """Who reads hvdrun's standard input now; nobody before all that will have started."""
@@ -213,7 +220,7 @@ class Supervisor:
         self._ranks[rank] = _Rank(channel, host, offset_ns, time.monotonic())
         self._rank_of[channel.fileno()] = rank
         local_rank, local_size = self._job.local_rank(rank), self._job.local_size(rank)
-        cpus = [cpu for cpu in hello.get("cpus", ()) if isinstance(cpu, int)]
+        cpus = parse_cpus(hello.get("cpus"))
         environment = dict(self._job.environment)
         if self._job.sets_threads and cpus:
             environment[b"OMP_NUM_THREADS"] = str(num_threads(len(cpus), local_size)).encode()
@@ -271,6 +278,8 @@ class Supervisor:
         elif kind == "stacks":
             self._states[rank] = RankState(
                 rank, unpack(message["text"]).decode("utf-8", "replace"), message["waits"], message["state"])
+        elif kind == "took":
+            one.input_bytes -= int(message["bytes"])
         elif kind == "waits":
             self._hang.note_state(rank, message, time.monotonic())
 
@@ -314,9 +323,10 @@ class Supervisor:
 
     def _interrupt(self, number: int) -> None:
         """A person wants the job to end: the first time as the signal says, the second time at once."""
-        if self._outcome.interrupted_by:
+        if self._outcome.is_unwanted:
             self._kill_at_s = time.monotonic()
             return
+        self._outcome.is_unwanted = True
         if self._outcome.cause is None:
             self._outcome.interrupted_by = number
         self._begin_ending(number)
@@ -366,6 +376,7 @@ class Supervisor:
         for rank in self._input_ranks():
             try:
                 self._ranks[rank].channel.send_data(0, data)
+                self._ranks[rank].input_bytes += len(data)
             except OSError:
                 pass  # the guard is gone: its end of the socket says so next
 
@@ -542,9 +553,12 @@ class Supervisor:
             if not select.select([self._wakeup_fd], [], [], seconds)[0]:
                 return False
             numbers = [number for number in os.read(self._wakeup_fd, 512) if number in ENDING]
-            again = bool(numbers) and bool(self._outcome.interrupted_by)
-            if numbers and not self._outcome.interrupted_by and not self._outcome.error:
+            again = bool(numbers) and self._outcome.is_unwanted
+            if numbers and not self._outcome.interrupted_by and not self._outcome.error and self._outcome.cause is None:
                 self._outcome.interrupted_by = numbers[0]
+            self._outcome.is_unwanted |= bool(numbers)
             return again
 
         self._output.finish(interrupted)
+        if select.select([self._wakeup_fd], [], [], 0)[0]:  # what came while nothing had to be written
+            self._outcome.is_unwanted |= any(number in ENDING for number in os.read(self._wakeup_fd, 512))
