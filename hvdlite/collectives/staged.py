@@ -53,9 +53,9 @@ def allreduce(bucket: Bucket, entries: Entries, plane: DataPlane, gpus: Gpus, wo
 
 def in_segments(
     device: Device, plane: DataPlane, values: DeviceArray, request: Request, workspace: Workspace,
-    segment_bytes: int = SEGMENT_BYTES,
+    segment_bytes: int = SEGMENT_BYTES, num_ranks: int | None = None,
 ) -> None:
-    """Combine ``values`` of all ranks in place."""
+    """Combine ``values`` of all ranks in place. ``num_ranks``: how many an average is over, if they are not the plane's."""
     dtype, step = NUMPY_DTYPES[values.dtype], segment_bytes // values.itemsize
     pinned = workspace.pinned(device, 2 * segment_bytes)
     halves = [pinned[:segment_bytes].view(dtype), pinned[segment_bytes:].view(dtype)]
@@ -77,7 +77,7 @@ def in_segments(
         assert coming is not None
         coming.synchronize()
         here = halves[number % 2][: len(piece)]
-        combine(plane, here, here, request, values.dtype)
+        combine(plane, here, here, request, values.dtype, num_ranks)
         device.copy(piece.address, here.ctypes.data, piece.nbytes)
         returned[number % 2] = device.record()
         coming = following
