@@ -2,8 +2,8 @@
 
 All that goes over NCCL is enqueued on the device's stream, nothing waits on this side. NCCL takes dense sums, extremes and
 products of what it combines, and everything that only moves; where it does not join hosts it sums within them (``hierarchical``).
-Quantised buckets have an exchange on the GPU over either. Integers with factors, int16, Adasum, ``Compression.auto`` and what is
-quantised in units of second moments go through the host, which is said once.
+Quantised buckets have an exchange on the GPU over either. Integers with factors, int16, Adasum and ``Compression.auto`` go
+through the host, which is said once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from hvdlite.collectives import device_quantized, hierarchical, staged
 from hvdlite.collectives.packing import packed, prescale
 from hvdlite.collectives.scaling import unscaled_op
 from hvdlite.collectives.workspace import Workspace
-from hvdlite.compression.exchange import ExchangeSpec
 from hvdlite.dataplane import order
 from hvdlite.dataplane.base import DataPlane, even_counts
 from hvdlite.dataplane.device import Device, DeviceArray
@@ -71,9 +70,8 @@ def _is_dense_allreduce(bucket: Bucket) -> bool:
 
 
 def _is_quantized(bucket: Bucket) -> bool:
-    """Whether it has an exchange on the GPU; in units of second moments, which lie on the host, it has not."""
-    name = bucket.request.compressor
-    return name.startswith("quantized") and not ExchangeSpec.parse(name).is_preconditioned
+    """Whether it has an exchange on the GPU."""
+    return bucket.request.compressor.startswith("quantized")
 
 
 def _nccl_takes(bucket: Bucket, plane: NcclPlane) -> bool:
@@ -90,11 +88,17 @@ def _nccl_takes(bucket: Bucket, plane: NcclPlane) -> bool:
 
 
 def _brought(bucket: Bucket, entries: Entries, device: Device) -> Entries:
-    """The entries, with a copy on the device of what stands in for a joined rank's tensors."""
-    stand_ins = {one.slot for one in bucket.segments if entries[one.slot].is_stand_in}
-    if not stand_ins:
+    """The entries, with a copy on the device of what stands in for a joined rank's tensors, and of second moments."""
+    slots = {one.slot for one in bucket.segments}
+    stand_ins = {slot for slot in slots if entries[slot].is_stand_in}
+    with_moments = {slot for slot in slots if entries[slot].moments}
+    if not stand_ins and not with_moments:
         return entries
     made = dict(entries)
+    for slot in with_moments:
+        made[slot] = replace(entries[slot], moments=tuple(
+            one if isinstance(one, DeviceArray) else DeviceArray(device.upload(one), len(one), "float32")
+            for one in entries[slot].moments))
     for slot in stand_ins:
         buffers = []
         for buffer in entries[slot].inputs:

@@ -115,13 +115,21 @@ class _Twin:
                 if outputs:
                     is_in_place = entry.outputs[index] is entry.inputs[index]
                     outputs[index] = inputs[index] if is_in_place else self._like(entry.outputs[index])
+        moments = [self._moment(one) if index in self._wanted else one for index, one in enumerate(entry.moments)]
         self.entry = replace(
-            entry, inputs=tuple(inputs), outputs=tuple(outputs), addresses=None, flats=(),
+            entry, moments=tuple(moments), inputs=tuple(inputs), outputs=tuple(outputs), addresses=None, flats=(),
             allocate=None if entry.allocate is None else self._allocate)
 
     def _fetched(self, buffer: Buffer) -> Buffer:
         made = self._like(buffer)
         self._device.copy(made.array.ctypes.data, buffer.address, made.array.nbytes)
+        return made
+
+    def _moment(self, values: np.ndarray | DeviceArray) -> np.ndarray:
+        if not isinstance(values, DeviceArray):
+            return values
+        made: np.ndarray = self._host((len(values),), values.dtype).array
+        self._device.copy(made.ctypes.data, values.address, values.nbytes)
         return made
 
     def _like(self, buffer: Buffer) -> Buffer:

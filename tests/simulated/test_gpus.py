@@ -420,6 +420,48 @@ def test_what_is_not_finite_costs_no_residual_on_gpus(way):
     Ranks(way).run(body)
 
 
+@pytest.mark.parametrize("hosts", [(), (0, 0, 1, 1)])
+@pytest.mark.parametrize("way", ["nccl", "mpi", "lacking"])
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_second_moments_on_the_device_or_not(way, hosts, is_on_device):
+    """In units of them: the bits of the exchange on hosts, whoever holds them where; where a rank lacks CuPy as well."""
+    compressor = Compression.quantized(schedule="two_shot").preconditioned_name
+    lacks = (1,) if way == "lacking" else ()
+    size = max(2, len(hosts))
+
+    def call(rank, tensors, moments):
+        made = Submission(Collective.ALLREDUCE, tensors, is_group=True, name="g", runtime=rank.runtime)
+        return submission.allreduce(made, in_place=False, average=None, op=ReduceOp.Average, prescale_factor=1.0,
+                                    postscale_factor=1.0, compressor=compressor, moments=moments).wait(30)
+
+    def moments_of(step):
+        return [one ** 2 for one in gradients(77, step, "float32")]
+
+    def on_device(rank):
+        seen = []
+        for step in range(2):
+            there = [rank.tensor(one) for one in moments_of(step)]
+            arrays = [DeviceArray(one.memory.address, one.count, one.dtype, one) for one in there]
+            is_here = not is_on_device or rank.rank in lacks
+            made = call(rank, [rank.tensor(one) for one in gradients(rank.rank, step, "float32")],
+                        tuple(moments_of(step) if is_here else arrays))
+            del there, arrays
+            seen += [one.read() for one in made]
+        assert not residuals_of(rank)
+        return seen
+
+    def on_hosts(rank):
+        return [np.asarray(one) for step in range(2)
+                for one in call(rank, gradients(rank.rank, step, "float32"), tuple(moments_of(step)))]
+
+    config = Config(heartbeat_ms=5, hierarchical_quantized="on" if way == "nccl" else "off")
+    ranks = Ranks("mpi" if way == "mpi" else "nccl", size=size, lacks=lacks)
+    there, here = ranks.run(on_device, config, hosts), run_ranks(size, on_hosts, config, hosts=hosts)
+    for one, other in zip(there, here, strict=True):
+        assert all(np.array_equal(got, expected) for got, expected in zip(one, other, strict=True))
+    assert ranks.nccl.num_communicators == (size * (3 if hosts else 1) if way == "nccl" else 0)
+
+
 def test_a_quantised_exchange_waits_for_nothing():
     """The call is complete while the stream stands still, the verdict is asked for when the next step begins."""
     def body(rank):
