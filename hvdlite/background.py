@@ -92,7 +92,7 @@ class Background:
         self._cycle_time_s = config.cycle_time_ms / 1e3
         self._control = control
         self._planes = {0: plane}
-        self._gpus = gpus or Gpus(config.gpu_plane)
+        self._gpus = gpus or Gpus(config.gpu_plane, hierarchical=config.hierarchical_allreduce)
         self._process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(control.topology.size))}
         self._next_process_set_id = 1
         self.recording = Recording(timeline, clocks, config.timeline_mark_cycles)
@@ -194,7 +194,7 @@ class Background:
                     elif self._pending and not len(self.queue):
                         self.recording.sleep(self.queue.wait_for_wake, sleep_s(time.monotonic() - self._progress_s))
         except HorovodInternalError as error:
-            self._end(error)
+            self._end(self._abandoned or error)  # what fails after that fails because of it
         except BaseException as error:
             _log.exception("the background thread failed")
             failure = InternalError(f"background thread: {type(error).__name__}: {error}: please report this")

@@ -135,7 +135,12 @@ class Config:
         help="log without the time of day")
     gpu_plane: str = _setting(
         "auto", _choice("auto", "nccl", "mpi"), env="GPU_PLANE", flag="--gpu-plane",
-        help="how GPU tensors travel: nccl, or mpi through host memory; auto: nccl where every rank has it and a GPU of its own")
+        help="how GPU tensors travel: nccl, or mpi through host memory; auto: nccl where every rank has it and a GPU of its own. "
+             "NCCL joins hosts by itself; in auto, where it cannot, see hierarchical_allreduce")
+    hierarchical_allreduce: bool = _setting(
+        False, _flag, env="HIERARCHICAL_ALLREDUCE", horovod="HIERARCHICAL_ALLREDUCE", flag="--hierarchical-allreduce",
+        help="dense allreduces of GPU tensors go over NCCL within hosts and MPI between them, if all hosts hold equally many "
+             "ranks, more than one. Off: only where NCCL cannot join hosts (its versions differ, it does not connect)")
     hierarchical_quantized: str = _setting(
         "auto", _choice("auto", "on", "off"), env="HIERARCHICAL_QUANTIZED", flag=None,
         help="whether quantised exchanges sum densely within hosts of several ranks first; auto: if that is measured to pay")

@@ -156,7 +156,7 @@ class GradientExchange:
         self, gradients: Sequence[GradientSpec], *, label: str, op: ReduceOp = ReduceOp.Average, in_place: bool,
         prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | Members | None = None,
         groups: Sequence[Sequence[int]] = (), runtime: Runtime | None = None, compression: Quantized | None = None,
-        moment: Callable[[int], np.ndarray | None] | None = None, bucket_bytes: int | None = None,
+        moment: Callable[[int], Any] | None = None, bucket_bytes: int | None = None,
         tuner: LiveTuner | None = None,
     ) -> None:
         """``label`` tells this optimizer's operations from another's; equal on all ranks. ``groups``: indices of
@@ -349,7 +349,7 @@ class GradientExchange:
             self._seen[number] = [weakref.ref(one) for one in tensors]
         return memory
 
-    def _way(self, bucket: Sequence[int], is_quantized: bool) -> tuple[str, tuple[np.ndarray, ...]]:
+    def _way(self, bucket: Sequence[int], is_quantized: bool) -> tuple[str, tuple[Any, ...]]:
         """How a bucket travels in this step, and its second moments, if it does by these."""
         if self._compression is None or not is_quantized or self.num_steps < self._warmup_steps:
             return "none", ()

@@ -66,7 +66,8 @@ class Runtime:
         Raises: UnavailableError where NCCL is asked for explicitly and is not here.
         """
         self.config = config
-        self.gpus = gpus or Gpus(config.gpu_plane, control.topology.local_rank)
+        self.gpus = gpus or Gpus(
+            config.gpu_plane, control.topology.local_rank, hierarchical=config.hierarchical_allreduce)
         self.gpus.require()
         self.topology = control.topology
         everyone = tuple(range(control.topology.size))

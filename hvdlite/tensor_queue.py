@@ -26,7 +26,8 @@ class TensorEntry:
 
     ``inputs`` and ``outputs``: one Buffer per tensor (see adapters); an in-place tensor is the same Buffer in
     both. ``outputs`` is empty where sizes are only known later; then ``allocate`` makes the result.
-    ``moments``: of each input the second moment by whose root it is quantised, a flat float32 array, if so.
+    ``moments``: of each input the second moment by whose root it is quantised, flat and float32, if so: NumPy arrays, or of
+    tensors on a GPU also DeviceArrays.
     ``is_stand_in``: the rank has joined and has no such tensor. ``result`` turns the finished entry into what
     ``Handle.wait`` returns.
     """

@@ -13,6 +13,7 @@ def test_own_variable_wins_over_horovods_and_both_over_the_default():
     assert Config.from_environment({}) == Config()
     assert Config.from_environment({"HOROVOD_CYCLE_TIME": "2"}).cycle_time_ms == 2.0
     assert Config.from_environment({"HOROVOD_CYCLE_TIME": "2", "HVDLITE_CYCLE_TIME": "3"}).cycle_time_ms == 3.0
+    assert Config.from_environment({"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}).hierarchical_allreduce
 
 
 @pytest.mark.parametrize("name, text, says", [

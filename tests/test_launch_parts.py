@@ -547,6 +547,8 @@ def test_horovodrun_s_flags_are_known():
     parser = cli.build_parser()
     arguments = parser.parse_args(["-np", "2", "--gloo", "--mpi", "--disable-cache", "--thread-affinity", "1"])
     assert options.ignored_flags(arguments) == ["--gloo", "--thread-affinity"]
+    for flag in ("--hierarchical-allreduce", "--no-hierarchical-allreduce"):
+        assert not options.ignored_flags(parser.parse_args(["-np", "2", flag]))
     with pytest.raises(ConfigError, match="--min-np"):
         options.ignored_flags(parser.parse_args(["--min-np", "2"]))
 

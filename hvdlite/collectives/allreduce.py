@@ -115,9 +115,14 @@ def _extreme(plane: DataPlane, source: np.ndarray, target: np.ndarray, op: Reduc
     plane.allgather(_UFUNCS[op].reduce(rows, axis=0), target, counts)
 
 
-def combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, request: Request, dtype: str) -> None:
-    """Prescale, combine across ranks, average and postscale. *Shapes*: both (n,); may be the same array."""
-    op, divisor = unscaled_op(request.op, plane.size)
+def combine(
+    plane: DataPlane, source: np.ndarray, target: np.ndarray, request: Request, dtype: str, num_ranks: int | None = None
+) -> None:
+    """Prescale, combine across ranks, average and postscale. *Shapes*: both (n,); may be the same array.
+
+    ``num_ranks``: how many an average is over, if they are not the plane's.
+    """
+    op, divisor = unscaled_op(request.op, num_ranks or plane.size)
     if dtype in HALVES:
         halves.allreduce(plane, source, target, op, dtype == "bfloat16", request.prescale, request.postscale / divisor)
         return

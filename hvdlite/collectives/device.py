@@ -1,8 +1,9 @@
 """Buckets of GPU tensors: over NCCL where they lie, or through host memory (``staged``).
 
-All is enqueued on the device's stream, nothing waits on this side. NCCL takes dense sums, extremes and products of what it
-combines, and everything that only moves; quantised buckets have an exchange on the GPU over either. Integers with factors, int16,
-Adasum, ``Compression.auto`` and what is quantised in units of second moments go through the host, which is said once.
+All that goes over NCCL is enqueued on the device's stream, nothing waits on this side. NCCL takes dense sums, extremes and
+products of what it combines, and everything that only moves; where it does not join hosts it sums within them (``hierarchical``).
+Quantised buckets have an exchange on the GPU over either. Integers with factors, int16, Adasum and ``Compression.auto`` go
+through the host, which is said once.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 
-from hvdlite.buffer import HALVES
-from hvdlite.collectives import device_quantized, staged
-from hvdlite.collectives.packing import packed
+from hvdlite.collectives import device_quantized, hierarchical, staged
+from hvdlite.collectives.packing import packed, prescale
 from hvdlite.collectives.scaling import unscaled_op
 from hvdlite.collectives.workspace import Workspace
-from hvdlite.compression.exchange import ExchangeSpec
 from hvdlite.dataplane import order
 from hvdlite.dataplane.base import DataPlane, even_counts
 from hvdlite.dataplane.device import Device, DeviceArray
@@ -41,6 +40,9 @@ def execute(bucket: Bucket, entries: Entries, host: DataPlane, gpus: Gpus, works
         return
     for slot in {one.slot for one in bucket.segments}:
         order.begin(device, entries[slot])
+    if way.by_hosts is not None and _is_dense_allreduce(bucket) and _nccl_takes(bucket, way.by_hosts[0]):
+        hierarchical.allreduce(bucket, _brought(bucket, entries, device), way.by_hosts, gpus, workspace)
+        return
     if way.nccl is not None and _nccl_takes(bucket, way.nccl):
         run = _NCCL[bucket.request.key.collective]
         run(bucket, _brought(bucket, entries, device), way.nccl, gpus, workspace)
@@ -48,7 +50,8 @@ def execute(bucket: Bucket, entries: Entries, host: DataPlane, gpus: Gpus, works
     if way.nccl is not None:
         gpus.note(host, f"{_kind(bucket)} of GPU tensors go through host memory: over NCCL there is no such thing here")
     if way.in_segments and _is_quantized(bucket):
-        device_quantized.execute(bucket, _brought(bucket, entries, device), host, None, device, workspace)
+        levels = None if workspace.hierarchical == "off" else way.by_hosts
+        device_quantized.execute(bucket, _brought(bucket, entries, device), host, levels, gpus, workspace)
     elif way.in_segments and staged.takes(bucket):
         staged.allreduce(bucket, _brought(bucket, entries, device), host, gpus, workspace)
     else:
@@ -62,10 +65,13 @@ def _kind(bucket: Bucket) -> str:
     return f"{ReduceOp(request.op).name} of {bucket.dtype or request.dtypes[0]} in {request.key.collective}"
 
 
+def _is_dense_allreduce(bucket: Bucket) -> bool:
+    return bucket.request.key.collective == Collective.ALLREDUCE and bucket.request.compressor == "none"
+
+
 def _is_quantized(bucket: Bucket) -> bool:
-    """Whether it has an exchange on the GPU; in units of second moments, which lie on the host, it has not."""
-    name = bucket.request.compressor
-    return name.startswith("quantized") and not ExchangeSpec.parse(name).is_preconditioned
+    """Whether it has an exchange on the GPU."""
+    return bucket.request.compressor.startswith("quantized")
 
 
 def _nccl_takes(bucket: Bucket, plane: NcclPlane) -> bool:
@@ -82,11 +88,17 @@ def _nccl_takes(bucket: Bucket, plane: NcclPlane) -> bool:
 
 
 def _brought(bucket: Bucket, entries: Entries, device: Device) -> Entries:
-    """The entries, with a copy on the device of what stands in for a joined rank's tensors."""
-    stand_ins = {one.slot for one in bucket.segments if entries[one.slot].is_stand_in}
-    if not stand_ins:
+    """The entries, with a copy on the device of what stands in for a joined rank's tensors, and of second moments."""
+    slots = {one.slot for one in bucket.segments}
+    stand_ins = {slot for slot in slots if entries[slot].is_stand_in}
+    with_moments = {slot for slot in slots if entries[slot].moments}
+    if not stand_ins and not with_moments:
         return entries
     made = dict(entries)
+    for slot in with_moments:
+        made[slot] = replace(entries[slot], moments=tuple(
+            one if isinstance(one, DeviceArray) else DeviceArray(device.upload(one), len(one), "float32")
+            for one in entries[slot].moments))
     for slot in stand_ins:
         buffers = []
         for buffer in entries[slot].inputs:
@@ -97,23 +109,15 @@ def _brought(bucket: Bucket, entries: Entries, device: Device) -> Entries:
 
 
 def _allreduce(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, workspace: Workspace) -> None:
-    from hvdlite.compression import codec_cuda
-
     request, timeline = bucket.request, workspace.timeline
     if request.compressor != "none":
         # Hosts of several ranks sum inside first, unless that is switched off.
         levels = None if workspace.hierarchical == "off" else gpus.levels(request.key.process_set_id)
-        device_quantized.execute(bucket, entries, plane, levels, plane.device, workspace)
+        device_quantized.execute(bucket, entries, plane, levels, gpus, workspace)
         return
     with timeline.timed(Phase.MEMCPY_IN_FUSION_BUFFER, bucket.label, bucket.num_bytes):
         values, unpack = packed(bucket, entries, gpus)
-        if request.prescale != 1.0:
-            for one in bucket.segments:
-                # What changes nothing is not to be scaled; of 16-bit floats it is made to be.
-                if not entries[one.slot].is_stand_in or bucket.dtype in HALVES:
-                    start = one.offset_bytes // values.itemsize if len(bucket.segments) > 1 else 0
-                    at = values[start : start + one.num_elements]
-                    codec_cuda.scale(plane.device, at.address, len(at), bucket.dtype, request.prescale)
+        prescale(bucket, entries, values, gpus)
     with timeline.timed(Phase.NCCL_ALLREDUCE, bucket.label, bucket.num_bytes):
         _combine(plane, values, request.op, lambda op: plane.allreduce(values, values, op), values, request.postscale)
     with timeline.timed(Phase.MEMCPY_OUT_FUSION_BUFFER, bucket.label, bucket.num_bytes):

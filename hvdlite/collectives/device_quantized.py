@@ -1,7 +1,8 @@
 """The quantised allreduce of a bucket of GPU tensors: over NCCL, through pinned memory, or between hosts.
 
 Hosts of several ranks: as in ``quantized``, every tensor is cut for the ranks of a host, in whole groups; NCCL sums each rank's
-piece within the host, it is exchanged with the ranks of other hosts that have the same piece, and NCCL hands the results out.
+piece within the host, it is exchanged with the ranks of other hosts that have the same piece, over NCCL or through pinned memory,
+and NCCL hands the results out.
 Done wherever hosts hold equally many ranks, more than one, and ``hierarchical_quantized`` is not off: what joins a host's GPUs is
 taken to be much faster than a network, nothing is measured. The schedule ``auto`` is two_shot here.
 
@@ -20,6 +21,7 @@ from hvdlite.collectives.workspace import Workspace
 from hvdlite.compression.exchange import ExchangeSpec
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.dataplane.device import Device, DeviceArray
+from hvdlite.dataplane.gpus import Gpus
 from hvdlite.dataplane.nccl import NcclPlane
 from hvdlite.dataplane.quantized import Tensors
 from hvdlite.fusion import Bucket
@@ -27,17 +29,18 @@ from hvdlite.message import ReduceOp
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.phase import Phase
 
-Levels = tuple[NcclPlane, NcclPlane]
+Levels = tuple[NcclPlane, NcclPlane | DataPlane]
 
 
 def execute(
-    bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane | NcclPlane, levels: Levels | None, device: Device,
+    bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane | NcclPlane, levels: Levels | None, gpus: Gpus,
     workspace: Workspace,
 ) -> None:
     """Run one bucket over ``plane``, or over the planes within and between hosts, ``levels``."""
     from hvdlite.dataplane import quantized_device
 
-    request = bucket.request
+    request, device = bucket.request, gpus.opened
+    assert device is not None
     factor = request.prescale * request.postscale / (plane.size if request.op == ReduceOp.Average else 1)
     if plane.size == 1:
         _scale_alone(bucket, entries, device, factor)
@@ -48,7 +51,7 @@ def execute(
     keys, tensors = quantized.find_tensors(bucket, entries, workspace, exchange, device)
     with workspace.timeline.timed(Phase.QUANTIZED_ALLREDUCE, bucket.label, bucket.num_bytes):
         if levels is not None:
-            known = _by_hosts(levels, device, exchange, tensors, factor)
+            known = _by_hosts(levels, gpus, device, exchange, tensors, factor)
         elif isinstance(plane, NcclPlane):
             known = quantized_device.allreduce(plane, device, exchange, tensors, factor)
         else:
@@ -69,7 +72,7 @@ def _scale_alone(bucket: Bucket, entries: Mapping[int, TensorEntry], device: Dev
 
 
 def _by_hosts(
-    levels: Levels, device: Device, exchange: ExchangeSpec, tensors: Tensors, factor: float
+    levels: Levels, gpus: Gpus, device: Device, exchange: ExchangeSpec, tensors: Tensors, factor: float
 ) -> Callable[[], np.ndarray]:
     """Sum within hosts, exchange between them, hand out within hosts; as ``quantized_device.allreduce``."""
     from hvdlite.compression import codec_cuda
@@ -101,7 +104,11 @@ def _by_hosts(
         """A tensor is finite if it is on every rank of the host, each of which knows its piece."""
         local.allreduce(finite, finite, ReduceOp.Min)
 
-    known = quantized_device.allreduce(cross, device, exchange, part, factor, agree=agree)
+    if isinstance(cross, NcclPlane):
+        known = quantized_device.allreduce(cross, device, exchange, part, factor, agree=agree)
+    else:
+        gpus.wait(device.record())
+        known = quantized_device.allreduce_through_host(cross, device, exchange, part, factor, agree)
     local.allgather(mine, packed, counts)
     codec_cuda.copy(device, (packed.address + places).tolist(), targets.tolist(), sizes.tolist())
     device.keep(packed, mine)

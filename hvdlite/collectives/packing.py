@@ -1,9 +1,10 @@
-"""Packing on a GPU: a bucket's tensors side by side, by one kernel."""
+"""Packing on a GPU: a bucket's tensors side by side, by one kernel; and their prescale."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from hvdlite.buffer import HALVES
 from hvdlite.dataplane.device import DeviceArray
 from hvdlite.dataplane.gpus import Gpus
 from hvdlite.fusion import Bucket
@@ -27,3 +28,19 @@ def packed(bucket: Bucket, entries: Mapping[int, TensorEntry], gpus: Gpus) -> tu
     at = [values.address + int(place) for place in places]
     codec_cuda.copy(device, [one.address for one in inputs], at, sizes.tolist())
     return values, lambda: codec_cuda.copy(device, at, [one.address for one in outputs], sizes.tolist())
+
+
+def prescale(bucket: Bucket, entries: Mapping[int, TensorEntry], values: DeviceArray, gpus: Gpus) -> None:
+    """Multiply what is packed, floats, by the bucket's prescale."""
+    from hvdlite.compression import codec_cuda
+
+    device, factor = gpus.opened, bucket.request.prescale
+    assert device is not None
+    if factor == 1.0:
+        return
+    for one in bucket.segments:
+        # What changes nothing is not to be scaled; of 16-bit floats it is made to be.
+        if not entries[one.slot].is_stand_in or bucket.dtype in HALVES:
+            start = one.offset_bytes // values.itemsize if len(bucket.segments) > 1 else 0
+            at = values[start : start + one.num_elements]
+            codec_cuda.scale(device, at.address, len(at), bucket.dtype, factor)

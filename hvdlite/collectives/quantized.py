@@ -122,7 +122,10 @@ def find_tensors(
                 device.keep(arrays)  # whatever becomes of the residual meanwhile
         keys.append(key)
         names.append(name)
-        moment = entry.moments[one.tensor_index].ctypes.data if entry.moments else 0  # none where a rank has joined
+        moment = 0  # where a rank has joined
+        if entry.moments:
+            values = entry.moments[one.tensor_index]
+            moment = values.ctypes.data if device is None else values.address
         found.append((entry.inputs[one.tensor_index].address, entry.outputs[one.tensor_index].address, current, shadow, moment))
     addresses = np.array(found, np.int64).T
     sizes = tuple(one.num_elements for one in bucket.segments)

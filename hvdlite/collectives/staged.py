@@ -53,9 +53,9 @@ def allreduce(bucket: Bucket, entries: Entries, plane: DataPlane, gpus: Gpus, wo
 
 def in_segments(
     device: Device, plane: DataPlane, values: DeviceArray, request: Request, workspace: Workspace,
-    segment_bytes: int = SEGMENT_BYTES,
+    segment_bytes: int = SEGMENT_BYTES, num_ranks: int | None = None,
 ) -> None:
-    """Combine ``values`` of all ranks in place."""
+    """Combine ``values`` of all ranks in place. ``num_ranks``: how many an average is over, if they are not the plane's."""
     dtype, step = NUMPY_DTYPES[values.dtype], segment_bytes // values.itemsize
     pinned = workspace.pinned(device, 2 * segment_bytes)
     halves = [pinned[:segment_bytes].view(dtype), pinned[segment_bytes:].view(dtype)]
@@ -77,7 +77,7 @@ def in_segments(
         assert coming is not None
         coming.synchronize()
         here = halves[number % 2][: len(piece)]
-        combine(plane, here, here, request, values.dtype)
+        combine(plane, here, here, request, values.dtype, num_ranks)
         device.copy(piece.address, here.ctypes.data, piece.nbytes)
         returned[number % 2] = device.record()
         coming = following
@@ -115,13 +115,21 @@ class _Twin:
                 if outputs:
                     is_in_place = entry.outputs[index] is entry.inputs[index]
                     outputs[index] = inputs[index] if is_in_place else self._like(entry.outputs[index])
+        moments = [self._moment(one) if index in self._wanted else one for index, one in enumerate(entry.moments)]
         self.entry = replace(
-            entry, inputs=tuple(inputs), outputs=tuple(outputs), addresses=None, flats=(),
+            entry, moments=tuple(moments), inputs=tuple(inputs), outputs=tuple(outputs), addresses=None, flats=(),
             allocate=None if entry.allocate is None else self._allocate)
 
     def _fetched(self, buffer: Buffer) -> Buffer:
         made = self._like(buffer)
         self._device.copy(made.array.ctypes.data, buffer.address, made.array.nbytes)
+        return made
+
+    def _moment(self, values: np.ndarray | DeviceArray) -> np.ndarray:
+        if not isinstance(values, DeviceArray):
+            return values
+        made: np.ndarray = self._host((len(values),), values.dtype).array
+        self._device.copy(made.ctypes.data, values.address, values.nbytes)
         return made
 
     def _like(self, buffer: Buffer) -> Buffer:

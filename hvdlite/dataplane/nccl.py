@@ -175,9 +175,15 @@ class NcclPlane:
 
     def poll(self) -> None:
         """Ask NCCL whether a call that was enqueued has failed since. Raises: TransportError, after an abort."""
-        if self._communicator is not None:
+        communicator = self._communicator  # once: another thread may abort
+        if communicator is not None:
             with self._mapped("a call that was under way"):
-                self._communicator.check_async_error()
+                communicator.check_async_error()
+
+    def require(self) -> None:
+        """As ``poll``, and raise after an abort too, whoever it came from."""
+        with self._mapped("a call that was under way"):
+            self.poll()
 
     def abort(self, reason: str) -> None:
         """End what waits on the stream, whatever becomes of it."""

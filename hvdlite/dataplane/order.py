@@ -38,5 +38,5 @@ def finish(entry: TensorEntry) -> Callable[[], None]:
     """After the last operation of a call: what a thread that waits for the handle is to call."""
     device, current_stream = entry.inputs[0].on, entry.inputs[0].current_stream
     done = device.record()
-    device.keep(entry.inputs, entry.outputs, entry.ready)
+    device.keep(entry.inputs, entry.outputs, entry.moments, entry.ready)
     return lambda: device.wait_for(done, current_stream())

@@ -120,11 +120,12 @@ def allreduce(
 
 
 def allreduce_through_host(
-    host: DataPlane, device: Device, exchange: ExchangeSpec, tensors: Tensors, factor: float
+    host: DataPlane, device: Device, exchange: ExchangeSpec, tensors: Tensors, factor: float,
+    agree: Callable[[DeviceArray], None] = lambda finite: None,
 ) -> Callable[[], np.ndarray]:
     """The same with code words in pinned memory, over the host's plane."""
     messages = StagedMessages(host, device)
-    known = allreduce(messages, device, exchange, tensors, factor, STAGED_GROUPS, LAG)
+    known = allreduce(messages, device, exchange, tensors, factor, STAGED_GROUPS, LAG, agree)
     messages.finish()
     return known
 

@@ -146,7 +146,7 @@ OPTIONS: tuple[Option, ...] = (
 #: Flags of horovodrun that mean nothing here, with their number of values; they are accepted with a warning.
 IGNORED = {
     **dict.fromkeys((
-        "--disable-cache", "--mpi", "--gloo", "--jsrun", "--hierarchical-allreduce", "--no-hierarchical-allreduce",
+        "--disable-cache", "--mpi", "--gloo", "--jsrun",
         "--hierarchical-allgather", "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce",
         "--mpi-threads-disable", "--no-mpi-threads-disable"), 0),
     **dict.fromkeys((
@@ -163,6 +163,7 @@ _REFUSED = {
 #: horovodrun's opposites of flags: variable and value.
 _OPPOSITES = {
     "--no-autotune": "autotune", "--no-timeline-mark-cycles": "timeline_mark_cycles", "--stall-check": "stall_check_disable",
+    "--no-hierarchical-allreduce": "hierarchical_allreduce",
     "--log-with-timestamp": "log_hide_time", "--no-log-hide-timestamp": "log_hide_time"}
 
 

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdlite.adapters.torch import device_buffer, gpu_of
 from hvdlite.compressor import NoneCompressor, Quantized
+from hvdlite.dataplane.device import DeviceArray
 from hvdlite.message import ReduceOp
 from hvdlite.optimizer import GradientExchange, GradientSpec, agree_on_order, bucket_size
 from hvdlite.process_set import Members, ProcessSet
@@ -209,10 +211,18 @@ class ParameterExchange:
         for memory in memories:
             memory.note_users()
 
-    def _moment(self, index: int) -> np.ndarray | None:
-        assert self._options.second_moment is not None
-        values = self._options.second_moment(self.parameters[index])
-        return None if values is None else values.detach().float().cpu().contiguous().reshape(-1).numpy()
+    def _moment(self, index: int) -> np.ndarray | DeviceArray | None:
+        """Where it lies; on the host where this process cannot work on the GPU itself."""
+        assert self._options.second_moment is not None and self._runtime is not None
+        found = self._options.second_moment(self.parameters[index])
+        if found is None:
+            return None
+        values = found.detach().float()
+        device = None if (gpu := gpu_of(values)) is None else self._runtime.gpus.device(gpu)
+        if device is None:
+            return values.cpu().contiguous().reshape(-1).numpy()
+        array: DeviceArray = device_buffer(values, False, device).array
+        return array
 
     def correct_moments(self, correction: Callable[[torch.Tensor, float], None]) -> None:
         """After a step: let ``correction(parameter, factor)`` take what quantising added to squares out of second moments."""

@@ -198,9 +198,10 @@ class _Distributed:
         """Let the second moment have ``factor`` of the square that the step just taken added to it."""
         beta = next(group["betas"][1] for group in self.param_groups if any(one is parameter for one in group["params"]))
         moment = self.state[parameter].get("exp_avg_sq")  # type: ignore[attr-defined]
-        if moment is not None and parameter.grad is not None and torch.isfinite(parameter.grad).all():
+        if moment is not None and parameter.grad is not None:
             with torch.no_grad():
                 gradient = parameter.grad.to(moment.dtype)
+                gradient = torch.where(torch.isfinite(parameter.grad).all(), gradient, 0)  # asking would wait for a GPU
                 moment.addcmul_(gradient, gradient, value=(1 - float(beta)) * (factor - 1))
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -6,131 +6,19 @@ import threading
 import numpy as np
 import pytest
 import torch
-from fake_gpu import FakeDevice, FakeMemory, FakeNccl, from_float, to_float, view
+from fake_gpu import FakeDevice, FakeNccl, from_float, to_float, view
+from gpu_ranks import Ranks, Tensor
 from ranks import run_ranks
 
-from hvdlite import adapters, submission
-from hvdlite.buffer import NUMPY_DTYPES, Buffer
+from hvdlite import submission
 from hvdlite.collectives import staged
 from hvdlite.compressor import Compression, compressed_allreduce
 from hvdlite.config import Config
 from hvdlite.dataplane import quantized_device
 from hvdlite.dataplane.device import DeviceArray
-from hvdlite.dataplane.gpus import Gpus
 from hvdlite.errors import HorovodInternalError, InvalidRequestError, TransportError, UnavailableError
 from hvdlite.message import Collective, ReduceOp
 from hvdlite.submission import Submission
-
-
-class Tensor:
-    """A tensor on a FakeDevice; ``strided``: only every other element is its own."""
-
-    def __init__(self, device, shape, dtype, stride=1):
-        self.device, self.shape, self.dtype, self.stride = device, tuple(shape), dtype, stride
-        self.count = int(np.prod(shape, dtype=int))
-        self.memory = FakeMemory(device, self.count * stride * NUMPY_DTYPES[dtype].itemsize)
-
-    def _copy(self, host, to_device):
-        there = view(self.memory.address, self.count * self.stride, self.dtype)[:: self.stride]
-        if to_device:
-            there[:] = host
-        else:
-            host[:] = there
-
-    def write(self, values, stream=None):
-        """Enqueue it on the user's stream."""
-        host = np.array(values).reshape(-1).astype(NUMPY_DTYPES[self.dtype])
-        self.device._put(self.device.user if stream is None else stream, "produce", lambda: self._copy(host, True))
-        return self
-
-    def read(self):
-        """Enqueue it on the user's stream, and look once that has come to it."""
-        host = np.empty(self.count, NUMPY_DTYPES[self.dtype])
-        self.device._put(self.device.user, "consume", lambda: self._copy(host, False))
-        self.device.record(self.device.user).synchronize()
-        return host.reshape(self.shape)
-
-
-class TensorAdapter:
-    @staticmethod
-    def gpu_of(tensor):
-        return tensor.device.index
-
-    @staticmethod
-    def device_buffer(tensor, writable, device):
-        flat, address = tensor, tensor.memory.address
-        if tensor.stride > 1:
-            flat = Tensor(device, tensor.shape, tensor.dtype)
-            address = flat.memory.address
-            device._put(device.user, "gather", lambda: flat._copy(view(
-                tensor.memory.address, tensor.count * tensor.stride, tensor.dtype)[:: tensor.stride], True))
-        array = DeviceArray(address, tensor.count, tensor.dtype, flat)
-        made = Buffer(array, tensor.dtype, tensor.shape, "cuda", tensor, None, address, device, lambda: device.user)
-        if writable and flat is not tensor:
-            made.write_back = lambda stream: device._put(
-                stream, "scatter", lambda: tensor._copy(view(address, tensor.count, tensor.dtype), True))
-        return made
-
-    @staticmethod
-    def device_empty(shape, dtype, like, stream=None):
-        return TensorAdapter.device_buffer(Tensor(like.on, shape, dtype), True, like.on)
-
-    @staticmethod
-    def buffer(tensor, writable):
-        """As frameworks copy where there is no device."""
-        host = tensor.read().reshape(-1)
-        made = Buffer(host, tensor.dtype, tensor.shape, "cuda", tensor)
-        made.write_back = lambda: tensor.write(host)
-        return made
-
-    @staticmethod
-    def empty(shape, dtype, like):
-        return TensorAdapter.buffer(Tensor(like.device, shape, dtype), True)
-
-
-@pytest.fixture(autouse=True)
-def _adapter(monkeypatch):
-    monkeypatch.setitem(adapters._known, Tensor, TensorAdapter)
-
-
-class Ranks:
-    """Ranks with a GPU each. ``way``: nccl or mpi; ``lacks``: ranks without CuPy."""
-
-    def __init__(self, way="nccl", size=2, lacks=(), nccl=None, setting=None, indices=None):
-        self.nccl, self.size, self.way = nccl or FakeNccl(), size, way
-        self.devices = [FakeDevice(rank) for rank in range(size)] if indices is None else [FakeDevice(one) for one in indices]
-        self.lacks, self.setting = lacks, setting or ("mpi" if way == "mpi" else "auto")
-
-    def gpus(self, rank):
-        def open_device(index):
-            if rank in self.lacks:
-                raise UnavailableError("CuPy is not installed")
-            assert index == self.devices[rank].index
-            return self.devices[rank]
-
-        def load():
-            if rank in self.lacks:
-                raise UnavailableError("CuPy is not installed")
-            return self.nccl, str
-
-        return Gpus(self.setting, self.devices[rank].index, open_device, load)
-
-    def run(self, body, config=None, hosts=()):
-        def on_rank(rank):
-            device = self.devices[rank.rank]
-            rank.tensor = lambda values, dtype="float32", stride=1: Tensor(
-                device, np.shape(values), dtype, stride).write(values)
-            rank.device = device
-            return body(rank)
-
-        results = run_ranks(self.size, on_rank, config, gpus=self.gpus, hosts=hosts)
-        for device in self.devices:
-            device.synchronize()
-            assert not device.faults
-            failures = [one for stream in device.streams for one in stream.failures]
-            assert not failures, failures
-        return results
-
 
 both_ways = pytest.mark.parametrize("way", ["nccl", "mpi"])
 
@@ -397,17 +285,7 @@ def test_an_explicit_choice_without_cupy_raises_at_init_and_names_the_extra():
 
 
 def test_versions_that_differ():
-    versions = [FakeNccl(22105), FakeNccl(21805)]
-    ranks = Ranks("nccl", setting="nccl")
-    made = ranks.gpus
-
-    def gpus(rank):
-        ranks.nccl = versions[rank]
-        one = made(rank)
-        one._load = lambda: (versions[rank], str)
-        return one
-
-    ranks.gpus = gpus
+    ranks = Ranks("nccl", setting="nccl", modules=[FakeNccl(22105), FakeNccl(21805)])
 
     def body(rank):
         with pytest.raises(HorovodInternalError, match="versions differ: rank 0 has 22105, rank 1 has 21805"):
@@ -542,6 +420,48 @@ def test_what_is_not_finite_costs_no_residual_on_gpus(way):
     Ranks(way).run(body)
 
 
+@pytest.mark.parametrize("hosts", [(), (0, 0, 1, 1)])
+@pytest.mark.parametrize("way", ["nccl", "mpi", "lacking"])
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_second_moments_on_the_device_or_not(way, hosts, is_on_device):
+    """In units of them: the bits of the exchange on hosts, whoever holds them where; where a rank lacks CuPy as well."""
+    compressor = Compression.quantized(schedule="two_shot").preconditioned_name
+    lacks = (1,) if way == "lacking" else ()
+    size = max(2, len(hosts))
+
+    def call(rank, tensors, moments):
+        made = Submission(Collective.ALLREDUCE, tensors, is_group=True, name="g", runtime=rank.runtime)
+        return submission.allreduce(made, in_place=False, average=None, op=ReduceOp.Average, prescale_factor=1.0,
+                                    postscale_factor=1.0, compressor=compressor, moments=moments).wait(30)
+
+    def moments_of(step):
+        return [one ** 2 for one in gradients(77, step, "float32")]
+
+    def on_device(rank):
+        seen = []
+        for step in range(2):
+            there = [rank.tensor(one) for one in moments_of(step)]
+            arrays = [DeviceArray(one.memory.address, one.count, one.dtype, one) for one in there]
+            is_here = not is_on_device or rank.rank in lacks
+            made = call(rank, [rank.tensor(one) for one in gradients(rank.rank, step, "float32")],
+                        tuple(moments_of(step) if is_here else arrays))
+            del there, arrays
+            seen += [one.read() for one in made]
+        assert not residuals_of(rank)
+        return seen
+
+    def on_hosts(rank):
+        return [np.asarray(one) for step in range(2)
+                for one in call(rank, gradients(rank.rank, step, "float32"), tuple(moments_of(step)))]
+
+    config = Config(heartbeat_ms=5, hierarchical_quantized="on" if way == "nccl" else "off")
+    ranks = Ranks("mpi" if way == "mpi" else "nccl", size=size, lacks=lacks)
+    there, here = ranks.run(on_device, config, hosts), run_ranks(size, on_hosts, config, hosts=hosts)
+    for one, other in zip(there, here, strict=True):
+        assert all(np.array_equal(got, expected) for got, expected in zip(one, other, strict=True))
+    assert ranks.nccl.num_communicators == (size * (3 if hosts else 1) if way == "nccl" else 0)
+
+
 def test_a_quantised_exchange_waits_for_nothing():
     """The call is complete while the stream stands still, the verdict is asked for when the next step begins."""
     def body(rank):
@@ -613,10 +533,14 @@ def test_kernels_copies_and_wire_of_one_exchange_overlap_through_hosts():
     assert not devices[0].faults and not any(stream.failures for device in devices for stream in device.streams)
 
 
-@pytest.mark.parametrize("dtype, options", [
-    ("float32", dict(schedule="two_shot")), ("float32", dict(bits=4)), ("float64", dict(schedule="ring"))])
-def test_hosts_of_several_gpus_sum_inside_first(dtype, options):
-    """Four ranks on two hosts: results and residuals are bitwise those of hosts' own; NCCL has planes within and between them."""
+@pytest.mark.parametrize("dtype, options, versions", [
+    ("float32", dict(schedule="two_shot"), (22105,)), ("float32", dict(bits=4), (22105,)),
+    ("float64", dict(schedule="ring"), (22105,)), ("float32", dict(schedule="two_shot"), (22105, 21805)),
+    ("float64", dict(bits=2, schedule="ring"), (22105, 21805))])
+def test_hosts_of_several_gpus_sum_inside_first(dtype, options, versions, monkeypatch):
+    """Four ranks on two hosts: results and residuals are bitwise those of hosts' own; NCCL has planes within and between them, or
+    within them only where its versions differ."""
+    monkeypatch.setattr(quantized_device, "STAGED_GROUPS", 1)
     compression, hosts = Compression.quantized(**options), (0, 0, 1, 1)
 
     def body(rank, make, read):
@@ -630,11 +554,14 @@ def test_hosts_of_several_gpus_sum_inside_first(dtype, options):
         quantised(rank, [make(one) for one in bad], "g", compression, is_group=True)
         return seen, residuals_of(rank)
 
-    ranks, config = Ranks("nccl", size=4), Config(heartbeat_ms=5, hierarchical_quantized="on")
+    modules = [FakeNccl(one) for one in versions]
+    ranks = Ranks("nccl", size=4, modules=[modules[0]] * 2 + [modules[-1]] * 2)
+    config = Config(heartbeat_ms=5, hierarchical_quantized="on")
     there = ranks.run(lambda rank: body(rank, lambda one: rank.tensor(one, dtype), lambda one: one.read()), config, hosts)
     here = run_ranks(4, lambda rank: body(rank, np.array, np.asarray), config, hosts=hosts)
     for (results, kept), (expected, expected_kept) in zip(there, here, strict=True):
         assert all(np.array_equal(one, two) for one, two in zip(results, expected, strict=True))
         assert kept.keys() == expected_kept.keys() and any(one.any() for one in kept.values())
         assert all(np.array_equal(values, expected_kept[name]) for name, values in kept.items())
-    assert ranks.nccl.num_communicators == ranks.nccl.num_destroyed == 4 * 3
+    for one in modules:
+        assert one.num_communicators == one.num_destroyed == (4 * 3 if len(modules) == 1 else 2)
