@@ -493,14 +493,14 @@ def test_t2_a_ring_stays_as_large_as_it_was_made_and_an_event_takes_under_2_us(t
     timeline = RingTimeline(str(tmp_path), 0, 1, 1 << 20)
     size = timeline.path.stat().st_size
     best = float("inf")
-    for _ in range(20):
+    for _ in range(200):  # about 2 s, and up to some 5 where something else slows the machine down for a while
         started = time.perf_counter()
         for i in range(10_000):
             timeline.span(Phase.QUEUE, "t", i, i, 5)
         best = min(best, (time.perf_counter() - started) / 10_000)
     print(f"{best * 1e6:.2f} us per event")
     assert best < 2e-6 and timeline.path.stat().st_size == size
-    assert read_ring(timeline.path).lost == 200_000 - (size - HEADER_BYTES) // RECORD.size
+    assert read_ring(timeline.path).lost == 2_000_000 - (size - HEADER_BYTES) // RECORD.size
 
 
 def test_t16_large_rings_are_exported_in_bounded_memory(tmp_path):
