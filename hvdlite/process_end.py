@@ -41,6 +41,20 @@ def take_over_finalize(mpi4py: Any) -> None:
         _State.owns_finalize = True
 
 
+def give_back_finalize() -> None:
+    """After an ``init()`` that failed: a process that is alone in its MPI finalises it at exit, which waits for nobody. Else its
+    shared memory would stay."""
+    if _State.owns_finalize and not _State.installed:
+        atexit.register(_finalize_alone)
+
+
+def _finalize_alone() -> None:
+    MPI = getattr(sys.modules.get("mpi4py"), "MPI", None)
+    if not _State.installed and MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized() and (
+            MPI.COMM_WORLD.Get_size() == 1):
+        MPI.Finalize()
+
+
 def is_installed() -> bool:
     """Whether an uncaught exception ends this process by what :func:`install` put in place."""
     return _State.installed

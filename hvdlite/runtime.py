@@ -353,15 +353,18 @@ def start_default(comm: Any = None) -> Runtime:
     config = Config.from_environment()
     _set_up_logging(config)
     import hvdlite.kernels  # noqa: F401  compiled before anyone negotiates
+    from hvdlite import process_end, watch
 
     starter = Starter.from_environment()
     if starter is None:
         group = LocalGroup(1)
         runtime = Runtime.local(group, 0, config, timeline_of(config, 0, 1, group.job))
     else:
-        runtime = _over_mpi(config, starter, comm)
-    from hvdlite import process_end, watch
-
+        try:
+            runtime = _over_mpi(config, starter, comm)
+        except BaseException:
+            process_end.give_back_finalize()
+            raise
     process_end.install(shutdown_at_exit, fail_at_exit, uses_mpi=starter is not None)
     use_as_default(runtime.start())
     watch.watch(runtime.background)

@@ -192,10 +192,13 @@ def test_no_secret_on_any_command_line():
 
 
 def test_a_starter_of_another_mpi_is_named():
-    code = "import hvdlite; hvdlite.init()"
+    # MPI is finalised nevertheless: its shared memory would stay else. What is registered first runs last.
+    code = ("import atexit, sys\natexit.register(lambda: print('finalised:', sys.modules['mpi4py'].MPI.Is_finalized()))\n"
+            "import hvdlite; hvdlite.init()")
     environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "2"}
     done = subprocess.run([PYTHON, "-c", code], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 1 and "started 2 ranks, but" in done.stderr and "another MPI" in done.stderr
+    assert done.stdout == "finalised: True\n"
 
 
 def test_without_a_launcher_it_is_one_rank_and_no_mpi():

@@ -740,6 +740,18 @@ def test_l23_the_launcher_is_light_and_adds_under_half_a_second():
     assert any(taken_s([*HVDRUN, "-np", "2", "true"]) - taken_s(bare) < 0.5 for _ in range(10))
 
 
+def test_l24_shared_memory_is_known_from_init_on_though_the_rank_is_a_shell():
+    code = ("import hvdlite as h, os, signal; h.init(); h.barrier(); os.write(1, os.environ['HVDLITE_JOB'].encode() + b'\\n'); "
+            "os.kill(os.getpid(), signal.SIGKILL)")
+    before = set(os.listdir("/dev/shm"))
+    done = hvdrun(2, "bash", "-c", f'{PYTHON} -c "{code}"; exit $?', options=["--grace", "1"])
+    assert done.returncode == 137, done.stderr
+    assert hvdrun(1, "true").returncode == 0
+    (job_id,) = set(done.stdout.split())
+    left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith((f"hvdlite-{job_id}", "sm_segment"))]
+    assert not left
+
+
 @pytest.mark.slow
 def test_l24_shared_memory_of_a_killed_job_is_swept_by_the_next():
     code = "import os, time, hvdlite as h; h.init(); h.barrier(); os.write(1, b'here\\n'); time.sleep(60)"

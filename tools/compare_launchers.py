@@ -104,6 +104,10 @@ class Row:
     values: list[float] = field(default_factory=list)
 
 
+#: One round of a check: how the launcher is called, the script, seconds that a job may take, and what is noted.
+Check = Callable[[Callable[..., list[str]], str, float, Row], None]
+
+
 class Job:
     """A launcher with its two ranks, all marked by an environment variable so that none is overlooked."""
 
@@ -222,26 +226,19 @@ def kill9(command: Callable[..., list[str]], script: str, limit_s: float, row: R
         row.seen.append(f"{left} processes live")
 
 
-def interrupt(command: Callable[..., list[str]], script: str, limit_s: float, row: Row) -> None:
-    """One Ctrl-C to the launcher: every rank may save, the exit code is 130."""
-    with running(command(sys.executable, script, "interrupt")) as job:
-        job.await_text("ready", NUM_RANKS, 60)
-        job.process.send_signal(signal.SIGINT)
-        code = job.await_end(limit_s)
-        count = job.text().count("saved")
-        row.right += count == NUM_RANKS and code == 130
-        row.seen.append(f"{count} of {NUM_RANKS} saved, code {code}")
+def signalled(mode: str, number: signal.Signals, word: str, right_code: int) -> Check:
+    """A signal to the launcher: every rank writes ``word``, and the exit code is as it should be."""
 
+    def check(command: Callable[..., list[str]], script: str, limit_s: float, row: Row) -> None:
+        with running(command(sys.executable, script, mode)) as job:
+            job.await_text("ready", NUM_RANKS, 60)
+            job.process.send_signal(number)
+            code = job.await_end(limit_s)
+            count = job.text().count(word)
+            row.right += count == NUM_RANKS and code == right_code
+            row.seen.append(f"{count} of {NUM_RANKS} {word}, code {code}")
 
-def usr1(command: Callable[..., list[str]], script: str, limit_s: float, row: Row) -> None:
-    """SIGUSR1 to the launcher, as schedulers send before preemption: all ranks get it, the job goes on to its end."""
-    with running(command(sys.executable, script, "usr1")) as job:
-        job.await_text("ready", NUM_RANKS, 60)
-        job.process.send_signal(signal.SIGUSR1)
-        code = job.await_end(limit_s)
-        count = job.text().count("told")
-        row.right += count == NUM_RANKS and code == 0
-        row.seen.append(f"{count} of {NUM_RANKS} told, code {code}")
+    return check
 
 
 def stdin(command: Callable[..., list[str]], script: str, limit_s: float, row: Row) -> None:
@@ -281,10 +278,11 @@ def start(command: Callable[..., list[str]], script: str, limit_s: float, row: R
         row.right += job.process.returncode == 0
 
 
-CHECKS: dict[str, tuple[str, Callable[[Callable[..., list[str]], str, float, Row], None]]] = {
+CHECKS: dict[str, tuple[str, Check]] = {
     "kill9": ("launcher killed (-9): no rank left after 3 s", kill9),
-    "interrupt": ("Ctrl-C: both ranks save, code 130", interrupt),
-    "usr1": ("SIGUSR1 reaches the ranks, which go on", usr1),
+    "interrupt": ("Ctrl-C: both ranks save, code 130", signalled("interrupt", signal.SIGINT, "saved", 130)),
+    # As schedulers send before preemption.
+    "usr1": ("SIGUSR1 reaches the ranks, which go on", signalled("usr1", signal.SIGUSR1, "told", 0)),
     "stdin": ("a shell's `while read` loop is not eaten", stdin),
     "arguments": ("arguments exact (spaces, quotes, newline, empty)", arguments),
     "lines": ("40 000 lines: none broken or lost", lines),

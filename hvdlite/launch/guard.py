@@ -58,9 +58,10 @@ SILENCE_S = 10.0
 #: Output under way that hvdrun has not taken yet. Chosen: several screens, and little memory for many ranks.
 WINDOW_BYTES = 1 << 18
 _NEVER_S = float("inf")
-#: When the shared memory that the rank maps is looked at, first and then at doubling distances. Chosen: MPI_Init takes a
-#: fraction of a second; a look at a large process takes milliseconds.
-_FIRST_CLAIM_S, _LAST_CLAIM_S = 0.3, 60.0
+#: When the shared memory that the rank maps is looked at: first, and then at distances that grow. Chosen: what a program maps
+#: is known within a quarter of the time it took to come to it; a look at a large process takes milliseconds. A rank that calls
+#: ``init()`` is looked at then, and all are before they are ended.
+_FIRST_CLAIM_S, _CLAIM_GROWTH, _LAST_CLAIM_S = 0.3, 1.25, 60.0
 
 
 class Guard:
@@ -131,7 +132,10 @@ class Guard:
         elif descriptor == self._stdin_fd:
             self._feed()
         elif self._notes is not None and descriptor in self._notes.descriptors():
+            listened = self._notes.listens
             self._notes.read(descriptor)
+            if self._notes.listens and not listened:
+                self._claim_segments()  # it has initialised MPI just now
         elif descriptor == self._channel.fileno() and not self._hvdrun_gone:
             self._converse()
         else:
@@ -320,8 +324,10 @@ class Guard:
             self._stdin_fd = -1
 
     def _claim_segments(self) -> None:
-        """Note the MPI's shared memory, so that it is removed should the job die."""
+        """Note the MPI's shared memory, the rank's or that of its Python, so that it is removed should the job die."""
         seen = mapped_segments(self._pid)
+        if self._notes is not None and self._notes.python_pid not in (0, self._pid):
+            seen |= mapped_segments(self._notes.python_pid)
         if not seen <= self._segments:
             self._segments |= seen
             update_claim(self._claim, self._segments)
@@ -340,6 +346,8 @@ class Guard:
     def _signal_rank(self, number: int) -> None:
         if number in _ENDING:
             self._sent.add(number)
+            if self._process is not None:
+                self._claim_segments()  # nobody can tell afterwards
         if self._process is not None:
             (signal_session if number in _ENDING else signal_group)(self._process.pid, number)
 
@@ -366,7 +374,7 @@ class Guard:
         if now_s >= self._claims_at_s and self._process is not None:
             self._claim_segments()
             self._claims_at_s = now_s + self._claim_pause_s
-            self._claim_pause_s = min(_LAST_CLAIM_S, 2 * self._claim_pause_s)
+            self._claim_pause_s = min(_LAST_CLAIM_S, _CLAIM_GROWTH * self._claim_pause_s)
         if now_s >= self._kill_at_s:
             self._signal_rank(signal.SIGKILL)
         if self._notes is not None:

@@ -34,9 +34,9 @@ class RankNotes:
         self._open = {self._socket.fileno(), self._stacks_fd}
         self._unread = b""
         self._stacks, self._waits_for = b"", {}  # type: bytes, dict[str, Any]
-        self._listens = self._has_answered = False
+        self.listens = self._has_answered = False
         self._asked_until_s = self._quiet_at_s = self._signal_at_s = _NEVER_S
-        self._python_pid = 0
+        self.python_pid = 0
         self.rank_pid = 0
         self.is_victim = False
 
@@ -84,9 +84,9 @@ class RankNotes:
         except (ValueError, KeyError, TypeError):
             return  # whatever a rank writes, it harms only itself
         if kind == "python":
-            self._python_pid = note["pid"]
+            self.python_pid = note["pid"]
         elif kind == notes.LISTENS:
-            self._listens = True
+            self.listens = True
         elif kind == notes.VICTIM:
             self.is_victim = True
         elif kind == "waits":
@@ -106,8 +106,8 @@ class RankNotes:
         self._stacks, self._waits_for, self._has_answered = b"", {}, False
         now_s = time.monotonic()
         # No Python, or none that started: there is nothing to wait for.
-        self._asked_until_s = now_s + _STACKS_S if self._python_pid else now_s
-        if self._listens:
+        self._asked_until_s = now_s + _STACKS_S if self.python_pid else now_s
+        if self.listens:
             self._signal_at_s, self._asked_until_s = now_s + _LISTENER_S, now_s + _LISTENER_S + _STACKS_S
         else:
             self._signal()
@@ -116,13 +116,13 @@ class RankNotes:
         """Have faulthandler write the stacks. Frames that run meanwhile may change under it, so only a rank that has no
         thread to answer, or whose interpreter is held, is asked in this way."""
         self._signal_at_s = _NEVER_S
-        if not self._python_pid:
+        if not self.python_pid:
             return
-        if not catches(self._python_pid, notes.STACKS_SIGNAL):
+        if not catches(self.python_pid, notes.STACKS_SIGNAL):
             self._asked_until_s = time.monotonic()  # it has become another program, which would end by it
             return
         try:
-            os.kill(self._python_pid, notes.STACKS_SIGNAL)
+            os.kill(self.python_pid, notes.STACKS_SIGNAL)
         except OSError:
             self._asked_until_s = time.monotonic()
 
@@ -136,7 +136,7 @@ class RankNotes:
             self._signal()
         if self._asked_until_s == _NEVER_S:
             self._quiet_at_s = _NEVER_S  # what came late
-        elif now_s >= self._asked_until_s or (now_s >= self._quiet_at_s and (self._has_answered or not self._listens)):
+        elif now_s >= self._asked_until_s or (now_s >= self._quiet_at_s and (self._has_answered or not self.listens)):
             self._asked_until_s = self._quiet_at_s = self._signal_at_s = _NEVER_S
             self._report(kind="stacks", text=pack(self._stacks), waits=self._waits_for, state=process_state(self.rank_pid))
         elif now_s >= self._quiet_at_s:
