@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 
-from hvdlite.collectives import device_quantized, hierarchical, staged
+from hvdlite.collectives import allgather, alltoall, device_quantized, hierarchical, staged
 from hvdlite.collectives.packing import packed, prescale
 from hvdlite.collectives.scaling import unscaled_op
 from hvdlite.collectives.workspace import Workspace
@@ -167,17 +167,7 @@ def _reducescatter(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpu
 
 
 def _allgather(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, workspace: Workspace) -> None:
-    entry = entries[bucket.segments[0].slot]
-    assert entry.allocate is not None
-    rows = plane.exchange_sizes([buffer.shape[0] for buffer in entry.inputs])
-    outputs = []
-    for index, source in enumerate(entry.inputs):
-        row_elements = prod(source.shape[1:])
-        target = entry.allocate(index, (int(rows[:, index].sum()), *source.shape[1:]))
-        with workspace.timeline.timed(Phase.NCCL_ALLGATHER, bucket.label, target.array.nbytes):
-            plane.allgather(source.array, target.array, [int(count) * row_elements for count in rows[:, index]])
-        outputs.append(target)
-    entry.outputs = tuple(outputs)
+    allgather.execute(bucket, entries, plane, workspace, Phase.NCCL_ALLGATHER)
 
 
 def _broadcast(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, workspace: Workspace) -> None:
@@ -190,15 +180,7 @@ def _broadcast(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, w
 
 
 def _alltoall(bucket: Bucket, entries: Entries, plane: NcclPlane, gpus: Gpus, workspace: Workspace) -> None:
-    entry = entries[bucket.segments[0].slot]
-    assert entry.allocate is not None
-    source = entry.inputs[0]
-    splits = plane.exchange_sizes(entry.splits)
-    entry.received_splits = tuple(int(rows) for rows in splits[:, plane.rank])
-    target = entry.allocate(0, (sum(entry.received_splits), *source.shape[1:]))
-    with workspace.timeline.timed(Phase.NCCL_ALLTOALL, bucket.label, target.array.nbytes):
-        plane.alltoall(source.array, target.array, splits * prod(source.shape[1:]))
-    entry.outputs = (target,)
+    alltoall.execute(bucket, entries, plane, workspace, Phase.NCCL_ALLTOALL)
 
 
 _NCCL: dict[str, Callable[[Bucket, Entries, NcclPlane, Gpus, Workspace], None]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,18 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """Return once that is so; uses no core meanwhile."""
+
+
+class MovesRows(Protocol):
+    """What gathers and exchanges rows, of arrays on the host or a GPU alike; see :class:`DataPlane`."""
+
+    rank: int
+
+    def exchange_sizes(self, values: Sequence[int]) -> np.ndarray: ...
+
+    def allgather(self, source: Any, target: Any, counts: Sequence[int]) -> None: ...
+
+    def alltoall(self, source: Any, target: Any, counts: np.ndarray) -> None: ...
 
 
 class DataPlane(Protocol):

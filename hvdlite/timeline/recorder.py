@@ -164,8 +164,7 @@ class RingTimeline:
         value: float = 0.0,
     ) -> None:
         if self.is_recording:
-            self._notes.append((phase, name, start_ns, end_ns, num_bytes, detail, count, value, self.operation, self.plan,
-                                self.process_set))
+            self.note(phase, name, start_ns, end_ns, num_bytes, detail, count, value)
             self.write(())
 
     def note(
