@@ -419,21 +419,17 @@ for i in range(9):  # the median of them counts: another program may take the ma
 @pytest.mark.netns
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
 def test_t9_bandwidth_on_a_shaped_link(tmp_path):
-    # A machine that is busy elsewhere makes a transfer slower, never faster: one undisturbed job of three is enough.
-    for attempt in range(3):
-        rings = tmp_path / f"rings{attempt}"
-        done = subprocess.run(
-            [sys.executable, ROOT / "tools/netlab", "run", "--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-m",
-             "hvdlite.launch", "-np", "2", "--timeline", str(rings), sys.executable, "-c", BIG],
-            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        report = make_report(load_job(rings))
-        (row,) = by_size(find_transfers(load_job(rings))[0])
-        link = min(rate for _, _, rate in report.blame.links)
-        assert row.busbw <= 12.5e6 and link <= 12.6e6
-        if row.busbw >= 11e6 and link >= 11e6 and 0.88 <= row.busbw / link <= 1.02:
-            return
-    raise AssertionError((row, link))
+    rings = tmp_path / "rings"
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/netlab", "run", "--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-m",
+         "hvdlite.launch", "-np", "2", "--timeline", str(rings), sys.executable, "-c", BIG],
+        capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    report = make_report(load_job(rings))
+    (row,) = by_size(find_transfers(load_job(rings))[0])
+    link = min(rate for _, _, rate in report.blame.links)
+    assert 11e6 <= row.busbw <= 12.5e6, row
+    assert 11e6 <= link <= 12.6e6 and 0.88 <= row.busbw / link <= 1.02
 
 
 # T8: fusion
