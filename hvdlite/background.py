@@ -343,18 +343,19 @@ class Background:
             if key.collective in SINGULAR:
                 self._change_job(self._pending[key])
             elif key.process_set_id in self._planes:
-                run, plane = EXECUTE[key.collective], self._planes[key.process_set_id]
+                run, plane, workspace = EXECUTE[key.collective], self._planes[key.process_set_id], self._workspace
+                workspace.passage = None
                 if bucket.request.device == "cpu":
-                    run(bucket, entries, plane, self._workspace)
+                    run(bucket, entries, plane, workspace)
                 else:
-                    on_device.execute(bucket, entries, plane, self._gpus, self._workspace, run)
-                ended_ns = time.monotonic_ns() if is_recording else 0
+                    on_device.execute(bucket, entries, plane, self._gpus, workspace, run)
+                    workspace.note_passage(bucket)  # copies came before and after
+                passage = workspace.passage
+                ended_ns = passage[-1] if passage else time.monotonic_ns() if is_recording else 0
                 for slot in bucket.finishes:
                     self._complete(slot, entries[slot], is_recording)
                 if is_recording:
-                    recording.bucket(bucket, entries, began_ns, ended_ns, is_last=bucket is plan.buckets[-1])
-        if recording.done:  # the last bucket was of ranks that this one is none of
-            recording.finish()
+                    recording.bucket(bucket, entries, passage, began_ns, ended_ns)
 
     def _stand_in(self, plan: Plan, entries: dict[int, TensorEntry]) -> None:
         """After join(), take part in what others submit, with values that change nothing."""
@@ -430,8 +431,8 @@ class Background:
             self.queue.notice_end()
             return
         if is_recording:
-            recording = self.recording
-            recording.done.append((slot, entry, recording.timeline.operation, time.monotonic_ns(), entry.handle.awaited_ns))
+            recording, awaited_ns = self.recording, entry.handle.awaited_ns
+            recording.done.append((slot, entry, recording.timeline.operation, time.monotonic_ns(), awaited_ns))
         self.num_completed += 1
         entry.handle.complete(result, arrive)
         self.queue.notice_end()

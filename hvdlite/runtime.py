@@ -76,6 +76,7 @@ class Runtime:
         self.marks = Marks(_window(config))
         clocks = self._rings_for(rings[0]) if rings else None
         self.background = Background(config, control, plane, timeline or NullTimeline(), clocks, self.gpus)
+        self.background.recording.take_marks(self.marks)
         self._control = control
         self._plane = plane
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}

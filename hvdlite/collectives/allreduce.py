@@ -19,6 +19,9 @@ from hvdlite.message import ReduceOp, Request
 from hvdlite.tensor_queue import TensorEntry
 from hvdlite.timeline.phase import Phase
 
+#: Looked up once.
+_EXCHANGE = Phase.MPI_ALLREDUCE
+
 
 def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace) -> None:
     """Run one bucket; afterwards every segment's output holds the result."""
@@ -29,7 +32,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
         if entry.is_stand_in and bucket.dtype not in HALVES:
             request = request._replace(prescale=1.0)  # what changes nothing is not to be scaled
         _combine(plane, entry.inputs[index].array, entry.outputs[index].array, bucket, request)
-        workspace.timeline.note(Phase.MPI_ALLREDUCE, bucket.label, began_ns, time.monotonic_ns(), bucket.num_bytes)
+        workspace.passage = _EXCHANGE, began_ns, 0, 0, time.monotonic_ns()
         return
     _execute_packed(bucket, entries, plane, workspace)
 
@@ -37,7 +40,6 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
 def _execute_packed(
     bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace
 ) -> None:
-    timeline, name = workspace.timeline, bucket.label
     sizes, places, indices = bucket.layout
     known = entries[bucket.segments[0].slot]
     if bucket.has_one_owner and known.addresses is not None:
@@ -46,7 +48,7 @@ def _execute_packed(
         if in_place is not None:
             began_ns = time.monotonic_ns()
             _combine(plane, in_place, in_place, bucket, bucket.request)
-            timeline.note(Phase.MPI_ALLREDUCE, name, began_ns, time.monotonic_ns(), bucket.num_bytes)
+            workspace.passage = _EXCHANGE, began_ns, 0, 0, time.monotonic_ns()
             return
     else:
         sources = np.array([entries[one.slot].inputs[one.tensor_index].address for one in bucket.segments], np.uint64)
@@ -59,10 +61,7 @@ def _execute_packed(
     _combine(plane, values, values, bucket, _prescaled(bucket, entries, values))
     combined_ns = time.monotonic_ns()
     kernels.unpack(targets, sizes, places, buffer.ctypes.data)
-    # Noted together: one after the other, between pieces of work that empty the caches, they took three times as long.
-    timeline.note(Phase.MEMCPY_IN_FUSION_BUFFER, name, began_ns, packed_ns, bucket.num_bytes)
-    timeline.note(Phase.MPI_ALLREDUCE, name, packed_ns, combined_ns, bucket.num_bytes)
-    timeline.note(Phase.MEMCPY_OUT_FUSION_BUFFER, name, combined_ns, time.monotonic_ns(), bucket.num_bytes)
+    workspace.passage = _EXCHANGE, began_ns, packed_ns, combined_ns, time.monotonic_ns()
 
 
 def _side_by_side(

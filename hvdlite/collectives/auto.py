@@ -136,6 +136,7 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     for one in bucket.dense:
         if decision.way == FP32 or bucket.dtype != "float32":
             execute_dense(one, entries, plane, workspace)
+            workspace.note_passage(one)
         else:
             _execute_as_halves(one, entries, plane)
 

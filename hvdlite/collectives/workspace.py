@@ -10,7 +10,13 @@ import numpy as np
 
 from hvdlite.compression.residual import ResidualStore
 from hvdlite.dataplane.device import Device
+from hvdlite.fusion import Bucket
+from hvdlite.timeline.phase import Phase
 from hvdlite.timeline.recorder import NullTimeline, Timeline
+
+#: A bucket's way: the phase of its exchange, then the moments at which it began, was packed, was combined and ended. One that is
+#: combined where it lies has 0 for the two in the middle. A plain tuple: it is made in every step, recorded or not.
+Passage = tuple[Phase, int, int, int, int]
 
 
 class Workspace:
@@ -22,6 +28,8 @@ class Workspace:
     def __init__(self, timeline: Timeline, hierarchical: str = "auto") -> None:
         """``hierarchical``: on, off or auto, whether hosts of several ranks sum densely inside before they quantise."""
         self.timeline = timeline
+        #: The way of the bucket that was executed last, for one record of all of it; None where its phases were noted singly.
+        self.passage: Passage | None = None
         self.residuals = ResidualStore()
         #: What Compression.auto has measured and decided, by process set.
         self.autos: dict[int, Any] = {}
@@ -30,6 +38,12 @@ class Workspace:
         self.routes: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
         self._fusion_buffer = np.zeros(0, np.uint8)
         self._pinned = np.zeros(0, np.uint8)
+
+    def note_passage(self, bucket: Bucket) -> None:
+        """Note the phases of a bucket, if its way is known, singly: for what is part of something else."""
+        if self.passage is not None:
+            note_phases(self.timeline, bucket, self.passage)
+            self.passage = None
 
     def unrecorded(self) -> Workspace:
         """The same, residuals and all, but for the timeline: what is only tried is no part of a job's history."""
@@ -50,3 +64,15 @@ class Workspace:
             device.keep(self._pinned)
             self._pinned = device.pinned(num_bytes)
         return self._pinned[:num_bytes]
+
+
+def note_phases(timeline: Timeline, bucket: Bucket, passage: Passage) -> None:
+    """Note a bucket's phases singly."""
+    exchange, began_ns, packed_ns, combined_ns, ended_ns = passage
+    name, num_bytes = bucket.label, bucket.num_bytes
+    if not packed_ns:
+        timeline.note(exchange, name, began_ns, ended_ns, num_bytes)
+        return
+    timeline.note(Phase.MEMCPY_IN_FUSION_BUFFER, name, began_ns, packed_ns, num_bytes)
+    timeline.note(exchange, name, packed_ns, combined_ns, num_bytes)
+    timeline.note(Phase.MEMCPY_OUT_FUSION_BUFFER, name, combined_ns, ended_ns, num_bytes)

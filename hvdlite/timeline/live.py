@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.errors import ConfigError
+from hvdlite.timeline.composite import singles
 from hvdlite.timeline.phase import Phase
 from hvdlite.timeline.recorder import Record, Timed
 
@@ -84,8 +85,9 @@ class LiveTimeline:
 
     def write(self, records: Sequence[Record]) -> None:
         """Record these."""
-        for phase, name, start_ns, end_ns, num_bytes, *_ in records:
-            self.span(phase, name, start_ns, end_ns, num_bytes)
+        for record in records:
+            for phase, name, start_ns, end_ns, num_bytes, *_ in singles(record):
+                self.span(Phase(phase), name, start_ns, end_ns, num_bytes)
 
     def describe(self, name: str, about: Any) -> None:
         """Nothing more is said of names here."""

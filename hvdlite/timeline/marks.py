@@ -1,6 +1,8 @@
 """Marks: what user threads record about themselves: steps, forward, backward, input. Each thread has a ring of its own.
 
-*Threads*: any. The number of the current step also opens and closes the window of steps that is recorded.
+*Threads*: any. Where ``is_deferred``, records are put into ``queue`` and the background thread writes them, with its own: a
+user's thread comes from computing, and writing from cold caches would cost it ten times as much. The number of the current step
+also opens and closes the window of steps that is recorded.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -15,7 +18,8 @@ from hvdlite.timeline.phase import Phase
 from hvdlite.timeline.recorder import Record, RingTimeline
 
 #: Marks whose names are phases of their own.
-_NAMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "input": Phase.INPUT}
+_NAMED = {"forward": int(Phase.FORWARD), "backward": int(Phase.BACKWARD), "input": int(Phase.INPUT)}
+_STEP, _MARK = int(Phase.STEP), int(Phase.MARK)
 
 
 #: How often the kernel is asked for how long a thread waited for a processor. Chosen: that takes some 15 us.
@@ -37,7 +41,10 @@ class Marks:
         self._last_ns = time.monotonic_ns()
         self._read_ns = self._unread_steps = 0
         self._delays_ns: dict[int, int] = {}
-        # Guards _rings.
+        self.is_deferred = False
+        #: What ``settle`` writes. Steps of a deque are single steps, so that no record is lost.
+        self.queue: deque[tuple[RingTimeline, Sequence[Record]]] = deque()
+        # Guards _rings, and what is in them: who writes.
         self._lock = threading.Lock()
         self._rings: dict[int, RingTimeline] = {}
         self._schedstat: dict[int, int] = {}
@@ -56,8 +63,9 @@ class Marks:
         with self._lock:
             old, self._rings = list(self._rings.values()), {}
             self._make, self._others = make, others
-        for ring in old:
-            ring.close()
+            self._empty_queue()
+            for ring in old:
+                ring.close()
         for ring in others:
             ring.is_recording = self._is_open
         self._last_ns = time.monotonic_ns()
@@ -82,7 +90,7 @@ class Marks:
                 if now_ns - self._read_ns >= _READ_EVERY_NS:
                     delay_ns = self._read_delay(now_ns)
                 # How long this thread waited for a processor in the last ``detail`` steps; 0 where that was not asked.
-                records.append((Phase.STEP, "step", self._last_ns, now_ns, 0, min(steps, 0xffff) if delay_ns else 0,
+                records.append((_STEP, "step", self._last_ns, now_ns, 0, min(steps, 0xffff) if delay_ns else 0,
                                 self.num_steps, float(delay_ns), 0, 0, 0))
                 self._write(records)
             elif now_ns - self._read_ns >= _READ_EVERY_NS:
@@ -106,6 +114,11 @@ class Marks:
         if spans and self.is_recording:
             self._write(self._as_records(spans))
 
+    def settle(self) -> None:
+        """Write what is in ``queue``."""
+        with self._lock:
+            self._empty_queue()
+
     def close(self) -> None:
         """Nothing is recorded afterwards."""
         self.record_into(None, ())
@@ -115,7 +128,7 @@ class Marks:
 
     def _as_records(self, spans: Sequence[tuple[str, int, int]]) -> list[Record]:
         step = self.num_steps
-        return [(_NAMED.get(name, Phase.MARK), name, start_ns, end_ns, 0, 0, step, 0.0, 0, 0, 0)
+        return [(_NAMED.get(name, _MARK), name, start_ns, end_ns, 0, 0, step, 0.0, 0, 0, 0)
                 for name, start_ns, end_ns in spans]
 
     def _write(self, records: Sequence[Record]) -> None:
@@ -127,7 +140,15 @@ class Marks:
                     return
                 label = "main" if threading.current_thread() is threading.main_thread() else f"user{len(self._rings)}"
                 ring = self._rings[thread] = self._make(label)
-        ring.write(records)
+        self.queue.append((ring, records))
+        if not self.is_deferred:
+            self.settle()
+
+    def _empty_queue(self) -> None:
+        while self.queue:
+            ring, records = self.queue.popleft()
+            if ring.is_recording:  # else it has been closed since
+                ring.write(records)
 
     def _read_delay(self, now_ns: int) -> int:
         """Nanoseconds that this thread has waited for a processor since it was read last; 0 where the system does not tell."""

@@ -58,6 +58,9 @@ class Phase(IntEnum):
     #: A reading of this rank's clock (start_ns) and of the time of day at that moment (end_ns), ``value`` the error in ns.
     TIME_OF_DAY = 69
     NCCL_REDUCESCATTER = 70
+    #: Several records in one, see ``composite``: in rings only, readers take them apart.
+    WHOLE_OPERATION = 71
+    WHOLE_BUCKET = 72
 
 
 #: The lane (thread of the trace viewer) that shows a phase.

@@ -2,10 +2,10 @@
 
 *Format*: a 4096-byte header (JSON, padded with spaces), then 64-byte records, little endian: sequence word
 (u64), start_ns, end_ns (i64, CLOCK_MONOTONIC), num_bytes (u64), name id (u32), phase, detail (u16), operation, plan,
-count, process set (u32), value (f64). Record k (from 0) lies at slot ``k % capacity`` with sequence word k + 1. An
-operation's number is the same on every rank; 0 is none. Names lie beside it in ``<ring>.names``, one JSON value per
-line: a string is the next name, an object says more about the name whose number is under "name". Both are appended
-before first use.
+count, process set (u32), value (f64); some hold other things in num_bytes and value, see ``composite``. Record k (from 0)
+lies at slot ``k % capacity`` with sequence word k + 1. An operation's number is the same on every rank; 0 is none. Names lie
+beside it in ``<ring>.names``, one JSON value per line: a string is the next name, an object says more about the name whose
+number is under "name". Both are appended before first use.
 *Guarantees*: bounded; no writer thread; what was written survives SIGKILL of the process. A record is written
 as: sequence word 0, payload, sequence word; a reader drops what is torn, and counts it. What lies in a ring's place from
 an earlier recording is moved, never overwritten: see ``earlier``.
@@ -30,8 +30,11 @@ from hvdlite.timeline.phase import Phase
 
 HEADER_BYTES = 4096
 RECORD = struct.Struct("<QqqQIHHIIIId")
-MAGIC = "hvdlite ring 2"
+MAGIC = "hvdlite ring 3"
+#: Rings that can be read: the second version is the third without composite records.
+READABLE = (MAGIC, "hvdlite ring 2")
 _PAYLOAD = struct.Struct("<qqQIHHIIIId")
+_COMPOSITE, _FIRST_COMPOSITE = struct.Struct("<qqQIHHIIIIQ"), int(Phase.WHOLE_OPERATION)
 
 #: Lines of a ring's side file of names; what comes later is called OTHER. Chosen: a job that names every call anew must
 #: not fill the disk.
@@ -42,8 +45,9 @@ OTHER = "(more names than are kept)"
 NUM_READINGS = 7
 
 
-#: Phase, name, start_ns, end_ns, num_bytes, detail, count, value, operation, plan, process set.
-Record = tuple[Phase, str, int, int, int, int, int, float, int, int, int]
+#: Phase, name, start_ns, end_ns, num_bytes, detail, count, value, operation, plan, process set; num_bytes and value of a
+#: composite record are integers of 64 bits that hold other things.
+Record = tuple[int, str, int, int, int, int, int, float, int, int, int]
 
 
 class Timeline(Protocol):
@@ -186,8 +190,9 @@ class RingTimeline:
             place = HEADER_BYTES + number % capacity * 64
             number += 1
             words[place >> 3] = 0
-            _PAYLOAD.pack_into(memory, place + 8, start_ns, end_ns, num_bytes, name_id, phase, detail, operation, plan, count,
-                               process_set, value)
+            payload = _PAYLOAD if phase < _FIRST_COMPOSITE else _COMPOSITE
+            payload.pack_into(memory, place + 8, start_ns, end_ns, num_bytes, name_id, phase, detail, operation, plan, count,
+                              process_set, value)
             words[place >> 3] = number
             self._count = number
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.errors import HvdliteError, format_ranks
-from hvdlite.timeline.recorder import HEADER_BYTES, MAGIC, RECORD
+from hvdlite.timeline.expand import MOST_PARTS, expand, num_parts
+from hvdlite.timeline.recorder import HEADER_BYTES, READABLE, RECORD
 
 DTYPE = np.dtype({
     "names": ["sequence", "start_ns", "end_ns", "num_bytes", "name", "phase", "detail", "operation", "plan", "count",
@@ -27,6 +28,8 @@ DTYPE = np.dtype({
 _LARGE_BYTES = 64 << 20
 #: Records that may have been written together, in any order. Chosen: more than a plan of many tensors makes.
 _TOGETHER = 256
+#: Records that are read beyond what is enough on average. Chosen: what lies at the end may be of another kind.
+_MORE = 4096
 #: Slots that are looked at together. Chosen: memory stays small however large the ring is.
 _SLOTS_AT_ONCE = 1 << 17
 
@@ -39,9 +42,9 @@ class TimelineError(HvdliteError, ValueError):
 class Ring:
     """What one thread recorded.
 
-    ``records``: structured array in order of recording, fields as in ``DTYPE``. ``lost``: overwritten since; ``torn``:
-    dropped because the writer was in the middle of it; ``cut``: left out by the reader. ``since_ns``: from then on nothing of the
-    thread is lost, nor left out for being old.
+    ``records``: structured array in order of recording, fields as in ``DTYPE``, composite ones taken apart. ``lost``:
+    overwritten since; ``torn``: dropped because the writer was in the middle of it; ``cut``: left out by the reader.
+    ``since_ns``: from then on nothing of the thread is lost, nor left out for being old.
     ``about``: by number of a name, the last thing said of it.
     """
 
@@ -69,28 +72,33 @@ def read_ring(path: Path | str, *, newest: int | None = None, wanted: Wanted | N
     path = Path(path)
     header = read_header(path)
     capacity = header["capacity"]
-    keeps_all = newest is None or newest >= capacity
-    top = written = num_valid = 0
+    keeps_all = newest is None or newest >= MOST_PARTS * capacity
+    top = written = num_valid = num_singles = 0
     parts = []
     for slots, valid in _chunks(path, capacity, 0, capacity):
         written += int(((slots["sequence"] != 0) | (slots["end_ns"] != 0)).sum())
         num_valid += int(valid.sum())
+        num_singles += int(num_parts(slots[valid]).sum())
         top = max(top, int(slots["sequence"][valid].max(initial=0)))
         if keeps_all:
-            parts.append(_chosen(slots[valid], wanted))
+            parts.append(_chosen(expand(slots[valid]), wanted))
     oldest = max(0, top - capacity)
     if newest is not None and not keeps_all:
-        oldest = max(0, top - newest)
+        # Composite records become several: on average so many of them are enough.
+        oldest = max(0, top - min(newest, newest * num_valid // max(1, num_singles) + _MORE))
         for first, end in _ranges(oldest, top, capacity):
             for slots, valid in _chunks(path, capacity, first, end):
-                parts.append(_chosen(slots[valid & (slots["sequence"].astype(np.int64) > oldest)], wanted))
+                parts.append(_chosen(expand(slots[valid & (slots["sequence"].astype(np.int64) > oldest)]), wanted))
     kept = np.concatenate(parts) if parts else np.zeros(0, DTYPE)
     kept = kept[np.argsort(kept["sequence"], kind="stable")]
+    if newest is not None and wanted is None and len(kept) > newest:
+        oldest = int(kept["sequence"][-newest]) - 1  # no composite record is cut into two
+        kept = kept[kept["sequence"] > oldest]
     names, about = _read_names(path)  # afterwards: what is recorded has its name already
     good = kept["name"] < len(names)
     torn = max(0, written - num_valid) + int((~good).sum())
     since_ns = _whole_since(path, capacity, oldest, top) if oldest else -1 << 62
-    return Ring(path, header, kept[good], names, max(0, top - capacity), torn, max(0, num_valid - len(kept)), since_ns, about)
+    return Ring(path, header, kept[good], names, max(0, top - capacity), torn, max(0, num_singles - len(kept)), since_ns, about)
 
 
 def _whole_since(path: Path, capacity: int, oldest: int, top: int) -> int:
@@ -156,7 +164,7 @@ def read_header(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             header = json.loads(file.read(HEADER_BYTES))
-        is_ring = header["magic"] == MAGIC and header["capacity"] > 0
+        is_ring = header["magic"] in READABLE and header["capacity"] > 0
     except (ValueError, KeyError, TypeError):
         is_ring = False
     if not is_ring:
