@@ -264,9 +264,7 @@ class Background:
         *Format*: 64 status bits, one bit per slot that is pending here (or can do without this rank), one per slot that
         is not pending here; AND tells "all" of the second and, inverted, "some" of the first and the third.
         """
-        num_words = self.slots.num_words
-        width = 64 * num_words
-        full = (1 << width) - 1
+        num_words, width, full = self.slots.layout
         asked = (_LEAVE if self._farewell else 0) | (_EXCHANGE if self._must_exchange else 0) | (
             _JOINED if self._has_joined else 0)
         if self.recording.is_comparison_due(self._farewell is not None):
@@ -325,7 +323,8 @@ class Background:
 
     def _execute(self, plan: Plan, start_ns: int) -> None:
         """Run the plan's buckets in order; complete each entry after its last bucket."""
-        entries = {slot: entry for slot in plan.slots if (entry := self._pending.get(self.slots.key_of(slot))) is not None}
+        pending, planes, workspace = self._pending, self._planes, self._workspace
+        entries = {slot: entry for slot, key in plan.keys if (entry := pending.get(key)) is not None}
         if len(entries) < len(plan.slots):
             self._stand_in(plan, entries)
         # Counted in every case, so that a number means the same on all ranks.
@@ -337,13 +336,14 @@ class Background:
             recording.negotiation(plan, start_ns, self._num_plans, first)
         self.slots.touch(plan.slots)  # before the handles: what follows them delays the threads they wake
         for number, bucket in enumerate(plan.buckets, first):
-            key = bucket.request.key
-            began_ns = time.monotonic_ns() if is_recording else 0
-            recording.timeline.operation, recording.timeline.process_set = number, key.process_set_id
+            key, began_ns = bucket.request.key, 0
+            if is_recording:
+                began_ns = time.monotonic_ns()
+                recording.timeline.operation, recording.timeline.process_set = number, key.process_set_id
             if key.collective in SINGULAR:
-                self._change_job(self._pending[key])
-            elif key.process_set_id in self._planes:
-                run, plane, workspace = EXECUTE[key.collective], self._planes[key.process_set_id], self._workspace
+                self._change_job(pending[key])
+            elif key.process_set_id in planes:
+                run, plane = EXECUTE[key.collective], planes[key.process_set_id]
                 workspace.passage = None
                 if bucket.request.device == "cpu":
                     run(bucket, entries, plane, workspace)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdlite.message import Collective, Request
+from hvdlite.message import Collective, Key, Request
 
 #: Bytes from which a tensor is exchanged where it lies instead of being packed. Chosen near where copying a
 #: tensor twice costs as much as one more collective over shared memory; see tools/bench_runtime.py.
@@ -93,10 +93,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one cycle does, in order; ``slots`` are all those it serves."""
+    """What one cycle does, in order; ``slots`` are all those it serves, ``keys`` each of them with its key."""
 
     buckets: tuple[Bucket, ...]
     slots: tuple[int, ...]
+    keys: tuple[tuple[int, Key], ...]
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -119,9 +120,10 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
     closed: list[tuple[Request, str, list[tuple[int, int, int, Request]]]] = []
     reasons: list[str] = []
     numbers: dict[tuple[object, ...], int] = {}
-    slots = []
+    slots, keys = [], []
     for slot, request in requests:
         slots.append(slot)
+        keys.append((slot, request.key))
         if request.key.collective != Collective.ALLREDUCE:
             closed.append((request, "", [(slot, 0, 0, request)]))
             reasons.append("single")
@@ -151,7 +153,7 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
         if kind in open_buckets:
             reasons[number] = _reason(kind, numbers, filled[kind] >= threshold_bytes)
     made = [replace(_bucket(*one), reason=reason) for one, reason in zip(closed, reasons, strict=True)]
-    return Plan(_with_finishes(made), tuple(slots))
+    return Plan(_with_finishes(made), tuple(slots), tuple(keys))
 
 
 #: Of a fusion kind, what its parts are called where they keep tensors apart.

@@ -30,6 +30,7 @@ class SlotTable:
         self.capacity = capacity
         self.requests: list[Request | None] = []
         self.compilations = 0
+        self._layout = (0, 0, 0)
         self._keys: list[Key | None] = []
         self._by_key: dict[Key, int] = {}
         self._free: set[int] = set()
@@ -40,9 +41,9 @@ class SlotTable:
         return len(self._by_key)
 
     @property
-    def num_words(self) -> int:
-        """How many 64-bit words hold one bit per slot; equal on all ranks."""
-        return (len(self.requests) + 63) >> 6
+    def layout(self) -> tuple[int, int, int]:
+        """How one bit per slot is laid out: 64-bit words, bits in them, and all of those set; equal on all ranks."""
+        return self._layout
 
     def find(self, key: Key) -> int | None:
         """The slot of ``key``, or None."""
@@ -116,6 +117,8 @@ class SlotTable:
         if slot == len(self.requests):
             self.requests.append(None)
             self._keys.append(None)
+            num_words = (len(self.requests) + 63) >> 6
+            self._layout = (num_words, 64 * num_words, (1 << 64 * num_words) - 1)
         self._free.discard(slot)
         self.requests[slot] = request
         self._keys[slot] = key

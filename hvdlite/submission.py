@@ -87,10 +87,12 @@ class Submission:
         """View the tensors; with ``like`` make new ones of the same shapes instead."""
         made: list[Buffer] = []
         try:
+            if not self.is_group and like is None and (adapter := adapter_for(self.tensors[0])).gpu_of is None:
+                return (adapter.buffer(self.tensors[0], writable),)
             for index, tensor in enumerate(self.tensors):
                 adapter = adapter_for(tensor)
                 if like is None:
-                    if getattr(adapter, "gpu_of", None) is None:
+                    if adapter.gpu_of is None:
                         made.append(adapter.buffer(tensor, writable))
                     else:
                         made.append(self._view(adapter, tensor, writable))
@@ -106,14 +108,13 @@ class Submission:
         return tuple(made)
 
     def small_copy(self) -> tuple[Buffer, ...]:
-        """A copy of a tensor that is alone, to be combined in place, where its framework makes that cheaper; else nothing."""
+        """A copy of a tensor that is alone, to be combined in place, if it is so small that this is cheaper; else nothing."""
         if self.is_group:
             return ()
         try:
-            copy = getattr(adapter_for(self.tensors[0]), "small_copy", None)
+            made = adapter_for(self.tensors[0]).small_copy(self.tensors[0])
         except InvalidRequestError:
             return ()  # whoever views it words this
-        made = None if copy is None else copy(self.tensors[0])
         return () if made is None else (made,)
 
     def _view(self, adapter: Any, tensor: Any, writable: bool) -> Buffer:
@@ -151,15 +152,17 @@ class Submission:
         """Queue the call."""
         runtime, process_set = self.runtime, self.process_set
         name = runtime.unnamed(process_set.process_set_id, self.collective) if self.name is None else self.name
+        dtypes: tuple[str, ...]
         shapes: tuple[tuple[int, ...], ...]
-        if is_ragged:
-            shapes = tuple([(ANY_LENGTH, *buffer.shape[1:]) for buffer in inputs])
+        if len(inputs) == 1:  # most calls, in a third of the time
+            dtypes, shapes = (inputs[0].dtype,), (inputs[0].shape,)
         else:
-            shapes = tuple([buffer.shape for buffer in inputs])
+            dtypes, shapes = tuple([buffer.dtype for buffer in inputs]), tuple([buffer.shape for buffer in inputs])
+        if is_ragged:
+            shapes = tuple([(ANY_LENGTH, *shape[1:]) for shape in shapes])
         request = runtime.request(
-            process_set.process_set_id, self.collective, name, tuple([buffer.dtype for buffer in inputs]), shapes,
-            op, root_rank, float(prescale), float(postscale), inputs[0].device if inputs else "cpu",
-            self.names, compressor)
+            process_set.process_set_id, self.collective, name, dtypes, shapes, op, root_rank, float(prescale), float(postscale),
+            inputs[0].device if inputs else "cpu", self.names, compressor)
         entry = TensorEntry(
             request, inputs, outputs, Handle(request.key), result or (self._all if self.is_group else _first),
             None if outputs or not inputs else self.allocator(inputs), splits, moments,

@@ -245,6 +245,12 @@ class Elsewhere(np.ndarray):
 
 
 class ElsewhereAdapter:
+    gpu_of = None
+
+    @staticmethod
+    def small_copy(tensor):
+        return None
+
     @staticmethod
     def buffer(tensor, writable):
         made = adapters.numpy.buffer(np.asarray(tensor), writable)

@@ -1,9 +1,10 @@
 """Adapters: how arrays of a framework become Buffers and back. Adding a framework is one file and one row.
 
-An adapter module has ``buffer(tensor, writable)`` -> Buffer; ``empty(shape, dtype, like)`` -> Buffer, a new tensor of the same
-framework and device as ``like``; and ``cast(tensor, dtype)`` -> tensor. One whose tensors can be on a GPU also has
-``gpu_of(tensor)`` -> its GPU's index or None; ``device_buffer(tensor, writable, device)`` -> Buffer, where it lies; and
-``device_empty(shape, dtype, like, stream)`` -> Buffer, on ``like``'s GPU, in memory that belongs to ``stream``.
+An adapter module has ``buffer(tensor, writable)`` -> Buffer; ``small_copy(tensor)`` -> Buffer, a new tensor of the same values
+if it is a small one in host memory, else None; ``empty(shape, dtype, like)`` -> Buffer, a new tensor of the same framework and
+device as ``like``; ``cast(tensor, dtype)`` -> tensor; and ``gpu_of``, None where no tensor can be on a GPU. Else that is a
+function ``gpu_of(tensor)`` -> its GPU's index or None, and there are ``device_buffer(tensor, writable, device)`` -> Buffer, where
+it lies, and ``device_empty(shape, dtype, like, stream)`` -> Buffer, on ``like``'s GPU, in memory that belongs to ``stream``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import kernels
-from hvdlite.buffer import NUMPY_DTYPES, Buffer
+from hvdlite.buffer import NUMPY_DTYPES, SMALL_ELEMENTS, Buffer
 from hvdlite.errors import InvalidRequestError
 
 #: No array of these is on a GPU.
@@ -35,6 +35,17 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
     if writable:
         made.write_back = lambda: np.copyto(array, flat.reshape(array.shape))
     return made
+
+
+def small_copy(tensor: Any) -> Buffer | None:
+    """A new array of the same values, contiguous, if it is a small one: to combine it in place takes one view instead of two."""
+    if type(tensor) is not np.ndarray or tensor.size > SMALL_ELEMENTS:
+        return None
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        return None
+    array = tensor.copy()
+    return Buffer(array if array.ndim == 1 else array.reshape(-1), name, array.shape, "cpu", array)
 
 
 def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Buffer:

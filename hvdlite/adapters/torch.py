@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.buffer import Buffer
+from hvdlite.buffer import SMALL_ELEMENTS, Buffer
 from hvdlite.dataplane.device import Device, DeviceArray
 from hvdlite.errors import InvalidRequestError
 
@@ -26,8 +26,6 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _staged: set[str] = set()
-#: Up to this many elements a tensor is copied at the call. Chosen: a copy of 16 KB takes less than what it saves.
-_SMALL_ELEMENTS = 4096
 
 
 def buffer(tensor: Any, writable: bool) -> Buffer:
@@ -58,7 +56,7 @@ def small_copy(tensor: Any) -> Buffer | None:
     """A new tensor of the same values, contiguous, if it is a small one in host memory: to combine it in place takes one
     view instead of two, and so less than to combine it into another."""
     name = _NAMES.get(tensor.dtype)
-    if name is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.numel() > _SMALL_ELEMENTS:
+    if name is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.numel() > SMALL_ELEMENTS:
         return None
     if tensor.requires_grad:
         tensor = tensor.detach()

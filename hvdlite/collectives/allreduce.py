@@ -102,16 +102,17 @@ def _combine(plane: DataPlane, source: np.ndarray, target: np.ndarray, bucket: B
     adasum.combine(plane, source, target, tensors, bucket.dtype, request.prescale, request.postscale)
 
 
-#: MPIs differ in what Min and Max make of NaN, even between the ranks of one call; these let it through.
-_UFUNCS = {ReduceOp.Min: np.minimum, ReduceOp.Max: np.maximum}
+#: By op, not as a dict: an enumeration's hash is Python code. MPIs differ in what Min and Max make of NaN, even between the
+#: ranks of one call; these let it through.
+_UFUNCS = [{ReduceOp.Min: np.minimum, ReduceOp.Max: np.maximum}.get(op) for op in sorted(ReduceOp)]
 
 
-def _extreme(plane: DataPlane, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
+def _extreme(plane: DataPlane, source: np.ndarray, target: np.ndarray, ufunc: np.ufunc) -> None:
     """Min and Max of floats: every rank's pieces to their owner, who combines them in rank order; then all gather."""
     counts = even_counts(len(source), plane.size)
     rows = np.empty((plane.size, counts[plane.rank]), source.dtype)
     plane.alltoall(source, rows.reshape(-1), np.tile(np.array(counts, np.int64), (plane.size, 1)))
-    plane.allgather(_UFUNCS[op].reduce(rows, axis=0), target, counts)
+    plane.allgather(ufunc.reduce(rows, axis=0), target, counts)
 
 
 def combine(
@@ -128,8 +129,8 @@ def combine(
     if request.prescale != 1.0:
         scale(source, target, request.prescale, 1)
         source = target
-    if op in _UFUNCS and target.dtype.kind == "f":
-        _extreme(plane, source, target, op)
+    if (ufunc := _UFUNCS[op]) is not None and target.dtype.kind == "f":
+        _extreme(plane, source, target, ufunc)
     else:
         plane.allreduce(source, target, op)
     scale(target, target, request.postscale, divisor)

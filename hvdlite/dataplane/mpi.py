@@ -38,7 +38,9 @@ class MpiPlane:
         self._max_count = max_count
         self._hosts = tuple(hosts) or (0,) * self.size
         self._levels: tuple[MpiPlane, MpiPlane] | None = None
-        self._ops = {ReduceOp.Sum: MPI.SUM, ReduceOp.Min: MPI.MIN, ReduceOp.Max: MPI.MAX, ReduceOp.Product: MPI.PROD}
+        # By op, not as a dict: an enumeration's hash is Python code.
+        by_op = {ReduceOp.Sum: MPI.SUM, ReduceOp.Min: MPI.MIN, ReduceOp.Max: MPI.MAX, ReduceOp.Product: MPI.PROD}
+        self._ops = [by_op.get(op) for op in sorted(ReduceOp)]
 
     def allreduce(self, source: np.ndarray, target: np.ndarray, op: ReduceOp) -> None:
         mpi_op = self._ops[op]
