@@ -39,14 +39,7 @@ def _left():
     return [line for line in (links + spaces).splitlines() if line.startswith("nl")]
 
 
-def _vendor():
-    code = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip()
-
-
-def test_ranks_on_two_hosts_exchange_at_the_rate_of_the_link():
-    if _vendor() != "MPICH":
-        pytest.skip("netlab starts ranks through MPICH's Hydra")
+def test_ranks_on_two_hosts_exchange_at_the_rate_of_the_link(ranks_over_netlab):
     code = """
 import json, time, numpy as np, hvdlite as h
 h.init()

@@ -418,7 +418,7 @@ for i in range(9):  # the median of them counts: another program may take the ma
 
 @pytest.mark.netns
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
-def test_t9_bandwidth_on_a_shaped_link(tmp_path):
+def test_t9_bandwidth_on_a_shaped_link(tmp_path, ranks_over_netlab):
     rings = tmp_path / "rings"
     done = subprocess.run(
         [sys.executable, ROOT / "tools/netlab", "run", "--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-m",
@@ -450,7 +450,7 @@ for i in range(12):
 
 @pytest.mark.netns
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces")
-def test_t8_what_if_tells_what_a_job_with_another_threshold_then_does(tmp_path):
+def test_t8_what_if_tells_what_a_job_with_another_threshold_then_does(tmp_path, ranks_over_netlab):
     """64 tensors, 4 or 16 of which fill a bucket, over a link on which a step takes 0.1 s."""
     reports = {}
     for kib in (64, 256):
