@@ -93,11 +93,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one cycle does, in order; ``slots`` are all those it serves, ``keys`` each of them with its key."""
+    """What one cycle does, in order; ``keys``: all slots that it serves, each with its key."""
 
     buckets: tuple[Bucket, ...]
-    slots: tuple[int, ...]
     keys: tuple[tuple[int, Key], ...]
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """All slots that it serves."""
+        return tuple(slot for slot, _ in self.keys)
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -120,9 +124,8 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
     closed: list[tuple[Request, str, list[tuple[int, int, int, Request]]]] = []
     reasons: list[str] = []
     numbers: dict[tuple[object, ...], int] = {}
-    slots, keys = [], []
+    keys = []
     for slot, request in requests:
-        slots.append(slot)
         keys.append((slot, request.key))
         if request.key.collective != Collective.ALLREDUCE:
             closed.append((request, "", [(slot, 0, 0, request)]))
@@ -153,7 +156,7 @@ def compile_plan(requests: Iterable[tuple[int, Request]], threshold_bytes: int) 
         if kind in open_buckets:
             reasons[number] = _reason(kind, numbers, filled[kind] >= threshold_bytes)
     made = [replace(_bucket(*one), reason=reason) for one, reason in zip(closed, reasons, strict=True)]
-    return Plan(_with_finishes(made), tuple(slots), tuple(keys))
+    return Plan(_with_finishes(made), tuple(keys))
 
 
 #: Of a fusion kind, what its parts are called where they keep tensors apart.

@@ -87,8 +87,6 @@ class Submission:
         """View the tensors; with ``like`` make new ones of the same shapes instead."""
         made: list[Buffer] = []
         try:
-            if not self.is_group and like is None and (adapter := adapter_for(self.tensors[0])).gpu_of is None:
-                return (adapter.buffer(self.tensors[0], writable),)
             for index, tensor in enumerate(self.tensors):
                 adapter = adapter_for(tensor)
                 if like is None:
