@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from hvdlite import submission
@@ -122,14 +123,14 @@ class Quantized(Compressor):
                 self.exclude is None or callable(self.exclude) or all(isinstance(one, str) for one in self.exclude)):
             raise InvalidRequestError(f"quantised exchange: exclude is {self.exclude!r}: use a function of a name, or patterns")
 
-    @property
+    @cached_property
     def wire_name(self) -> str:
         """What requests say, and all ranks must agree on. Compiles the codec, so that nothing is compiled while peers wait."""
         import hvdlite.compression.codec_cpu  # noqa: F401
 
         return str(ExchangeSpec(CodecSpec(self.bits, self.scale, self.group), self.schedule))
 
-    @property
+    @cached_property
     def preconditioned_name(self) -> str:
         """As ``wire_name``, in units of a second moment."""
         import hvdlite.compression.codec_cpu  # noqa: F401
@@ -171,7 +172,7 @@ class Auto(Quantized):
     ``hvdlite.explain_compression()`` returns them.
     """
 
-    @property
+    @cached_property
     def wire_name(self) -> str:
         import hvdlite.compression.codec_cpu  # noqa: F401
 

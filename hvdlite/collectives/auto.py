@@ -127,12 +127,15 @@ def execute(bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane
     if plane.size == 1:
         quantized.execute(_quantized(bucket), entries, plane, workspace)
         return
-    auto = workspace.autos.setdefault(request.key.process_set_id, Auto())
+    auto = workspace.autos.get(request.key.process_set_id)
+    if auto is None:
+        auto = workspace.autos[request.key.process_set_id] = Auto()
     decision = auto.way(bucket, entries, plane, workspace)
     if decision.way == QUANTIZED:
         quantized.execute(_quantized(bucket), entries, plane, workspace)
         return
-    _take_residuals(bucket, entries, workspace)
+    if not workspace.residuals.is_empty:
+        _take_residuals(bucket, entries, workspace)
     for one in bucket.dense:
         if decision.way == FP32 or bucket.dtype != "float32":
             execute_dense(one, entries, plane, workspace)
@@ -148,8 +151,6 @@ def _quantized(bucket: Bucket) -> Bucket:
 def _take_residuals(bucket: Bucket, entries: Mapping[int, TensorEntry], workspace: Workspace) -> None:
     """Add to a bucket that travels densely from now on what the quantised way had left over, which is kept no longer."""
     store = workspace.residuals
-    if store.is_empty:
-        return
     from hvdlite.compression import codec_cpu
 
     for one in bucket.segments:

@@ -41,9 +41,9 @@ class Workspace:
 
     def note_passage(self, bucket: Bucket) -> None:
         """Note the phases of a bucket, if its way is known, singly: for what is part of something else."""
-        if self.passage is not None:
+        if self.passage is not None and self.timeline.is_recording:
             note_phases(self.timeline, bucket, self.passage)
-            self.passage = None
+        self.passage = None
 
     def unrecorded(self) -> Workspace:
         """The same, residuals and all, but for the timeline: what is only tried is no part of a job's history."""
