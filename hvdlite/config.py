@@ -99,7 +99,7 @@ class Config:
         help="how many agreed requests are remembered, so that repeating them needs no new agreement")
     heartbeat_ms: float = _setting(
         50.0, _at_least(float, 1), env="HEARTBEAT_MS", flag="--heartbeat-ms",
-        help="how often a rank with nothing to do still answers its peers")
+        help="how often a rank with nothing to do still answers its peers; up to four times as long after seconds of idleness")
     timeline_filename: str = _setting(
         "", str, env="TIMELINE", horovod="TIMELINE", flag="--timeline-filename",
         help="rank 0 appends its timeline to this Chrome JSON file while the job runs; DYNAMIC waits for start_timeline()")
