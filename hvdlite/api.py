@@ -149,25 +149,37 @@ def _waiting(function: Callable[..., Handle]) -> Callable[..., Any]:
     def wait(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs).wait()
 
-    name = function.__name__.replace("_async", "")
-    wait.__name__ = wait.__qualname__ = name
+    return _renamed(wait, function)
+
+
+def _renamed(wait: Callable[..., Any], function: Callable[..., Handle]) -> Callable[..., Any]:
+    wait.__name__ = wait.__qualname__ = function.__name__.replace("_async", "")
     wait.__doc__ = f"Run ``{function.__name__}`` and wait for its result.\n\n{function.__doc__}"
     return wait
 
 
-def _allreduce(function_name: str, is_group: bool, in_place: bool, doc: str) -> Callable[..., Handle]:
-    def start(
-        tensor: Any, average: bool | None = None, name: str | None = None, op: ReduceOp | int | None = None,
-        prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
-        compression: Any = None,
-    ) -> Handle:
-        call = Submission(Collective.ALLREDUCE, tensor, is_group=is_group, name=name, process_set=process_set)
-        return compressed_allreduce(call, compression, in_place=in_place, average=average, op=op,
-                                    prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+def _allreduce(
+    function_name: str, is_group: bool, in_place: bool, doc: str
+) -> tuple[Callable[..., Handle], Callable[..., Any]]:
+    """The variant that starts, and the one that waits; a small tensor of that is exchanged by the calling thread itself."""
+    def make(is_awaited: bool) -> Callable[..., Any]:
+        def start(
+            tensor: Any, average: bool | None = None, name: str | None = None, op: ReduceOp | int | None = None,
+            prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
+            compression: Any = None,
+        ) -> Any:
+            call = Submission(Collective.ALLREDUCE, tensor, is_group=is_group, name=name, process_set=process_set,
+                              is_awaited=is_awaited)
+            handle = compressed_allreduce(call, compression, in_place=in_place, average=average, op=op,
+                                          prescale_factor=prescale_factor, postscale_factor=postscale_factor)
+            return handle.wait() if is_awaited else handle
 
+        return start
+
+    start = make(False)
     start.__name__ = start.__qualname__ = function_name
     start.__doc__ = doc
-    return start
+    return start, _renamed(make(True), start)
 
 
 _ALLREDUCE_DOC = """{what} over all ranks; ``op`` is Average (default), Sum, Min, Max, Product or Adasum.
@@ -177,18 +189,16 @@ _ALLREDUCE_DOC = """{what} over all ranks; ``op`` is Average (default), Sum, Min
     ``compression``: how the values travel, as Compression.fp16 or .onebit.
     """
 
-allreduce_async = _allreduce(
+allreduce_async, allreduce = _allreduce(
     "allreduce_async", False, False, _ALLREDUCE_DOC.format(what="Combine a tensor elementwise into a new one"))
-allreduce_async_ = _allreduce(
+allreduce_async_, allreduce_ = _allreduce(
     "allreduce_async_", False, True, _ALLREDUCE_DOC.format(what="Combine a tensor elementwise in place"))
-grouped_allreduce_async = _allreduce(
+grouped_allreduce_async, grouped_allreduce = _allreduce(
     "grouped_allreduce_async", True, False,
     _ALLREDUCE_DOC.format(what="Combine a list of tensors as one operation into new ones"))
-grouped_allreduce_async_ = _allreduce(
+grouped_allreduce_async_, grouped_allreduce_ = _allreduce(
     "grouped_allreduce_async_", True, True,
     _ALLREDUCE_DOC.format(what="Combine a list of tensors as one operation in place"))
-allreduce, allreduce_ = _waiting(allreduce_async), _waiting(allreduce_async_)
-grouped_allreduce, grouped_allreduce_ = _waiting(grouped_allreduce_async), _waiting(grouped_allreduce_async_)
 
 
 def _allgather(function_name: str, is_group: bool, doc: str) -> Callable[..., Handle]:

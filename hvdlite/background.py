@@ -19,20 +19,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hvdlite import stall
 from hvdlite.backoff import sleep_s
-from hvdlite.collectives import EXECUTE
+from hvdlite.collectives import EXECUTE, allreduce
 from hvdlite.collectives import device as on_device
 from hvdlite.collectives.join import neutral_entry
 from hvdlite.collectives.workspace import Workspace
 from hvdlite.compression.policy import Decision
 from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config
-from hvdlite.control.base import ControlPlane
+from hvdlite.control.base import Begun, ControlPlane, FastPath, Outcome
 from hvdlite.dataplane import order
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.dataplane.gpus import Gpus
@@ -47,12 +47,13 @@ from hvdlite.errors import (
     StalledError,
     format_ranks,
 )
-from hvdlite.fusion import Plan, compile_plan, num_bytes
+from hvdlite.fusion import Bucket, Plan, compile_plan, num_bytes
 from hvdlite.message import SINGULAR, Agreement, Collective, Farewell, Key, Report, Request
 from hvdlite.negotiation import negotiate
 from hvdlite.recording import Recording
 from hvdlite.response_cache import SlotTable
-from hvdlite.tensor_queue import TensorEntry, TensorQueue
+from hvdlite.tensor_queue import TensorEntry, TensorQueue, taken
+from hvdlite.timeline.phase import Phase
 from hvdlite.timeline.recorder import Timeline
 
 _log = logging.getLogger("hvdlite")
@@ -65,6 +66,9 @@ _LEAVE, _EXCHANGE, _JOINED, _CLOCKS, _STATUS = 1, 2, 4, 8, 15
 _FIRST_REPORT_S = 0.4
 #: Sleeps shorter than this cannot be part of a long silence.
 _NOTICED_S = 1e-3
+#: After seconds without work heartbeats come more rarely: after this share of the time since, at most so many times the setting.
+#: Chosen: what waits for a heartbeat alone are errors and ends of other ranks, which may come 0.2 s later.
+_IDLE_SHARE, _RAREST_HEARTBEAT = 0.1, 4
 _CHECK_INTERVAL_NS = 100_000_000
 
 
@@ -77,10 +81,10 @@ class Background:
 
     def __init__(
         self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline, clocks: Timeline | None = None,
-        gpus: Gpus | None = None,
+        gpus: Gpus | None = None, fast_path: FastPath | None = None,
     ) -> None:
         """``plane`` is that of all ranks; those of other process sets are made from it. ``clocks``: what readings of clocks are
-        recorded into. ``gpus``: how tensors of this rank's GPU travel."""
+        recorded into. ``gpus``: how tensors of this rank's GPU travel. ``fast_path``: how callers do without this thread."""
         self.queue = TensorQueue()
         self.slots = SlotTable(config.cache_capacity)
         self.num_cycles = 0
@@ -92,6 +96,8 @@ class Background:
         self._cycle_time_s = config.cycle_time_ms / 1e3
         self._control = control
         self._planes = {0: plane}
+        # A cycle time asks for calls to be gathered.
+        self._fast_path = None if self._cycle_time_s else fast_path
         self._gpus = gpus or Gpus(config.gpu_plane, hierarchical=config.hierarchical_allreduce)
         self._process_sets: dict[int, tuple[int, ...]] = {0: tuple(range(control.topology.size))}
         self._next_process_set_id = 1
@@ -99,7 +105,7 @@ class Background:
         self._num_operations = self._num_plans = 0
         self._workspace = Workspace(timeline, config.hierarchical_quantized)
         self._calls: deque[Callable[[], None]] = deque()
-        self._rank = control.topology.rank
+        self._rank, self._num_ranks = control.topology.rank, control.topology.size
         self._pending: dict[Key, TensorEntry] = {}
         self._mask = 0  # bit s: slot s is pending here, with the request the slot holds
         self._granted = 0  # bit s: slot s need not be pending here: not a member, or joined
@@ -162,6 +168,18 @@ class Background:
         """What has been submitted here and has not ended. Any thread: copies are single steps."""
         return [*list(self._pending.values()), *self.queue.waiting()]
 
+    def run_here(self, entry: TensorEntry) -> bool:
+        """Do ``entry`` in the calling thread if that is possible; tell whether it is done, or begun, and not to be queued."""
+        fast_path = self._fast_path
+        if fast_path is None:
+            return False
+        outcome = fast_path.run(entry, self.slots, self.queue)
+        if outcome == Outcome.DONE:
+            with np.errstate(all="ignore"):
+                allreduce.finish(entry.inputs[0].array, entry.request, self._num_ranks)
+            entry.handle.complete(entry.result(entry))
+        return outcome != Outcome.NOTHING
+
     def abandon(self, error: HorovodInternalError, takeover_s: float) -> None:
         """End with ``error``, whatever is in flight; a loop that does not come back from MPI in time is left to itself.
 
@@ -185,7 +203,8 @@ class Background:
                     while self._calls:
                         self._calls.popleft()()
                     if not self._pending and not len(self.queue) and self._farewell is None:
-                        self.recording.sleep(self.queue.wait, self._heartbeat_s())
+                        if self._rest():
+                            continue
                         self.recording.timeline.flush()
                     if self._cycle_time_s:
                         self._wait_for_more()
@@ -200,14 +219,56 @@ class Background:
             failure = InternalError(f"background thread: {type(error).__name__}: {error}: please report this")
             self._end(failure)
 
+    def _rest(self) -> bool:
+        """Sleep until there is something to do. Tell whether there is nothing: callers have run cycles without this thread."""
+        fast_path = self._fast_path
+        if fast_path is None or self._must_exchange or self._has_joined or self._someone_joined:
+            self.recording.sleep(self.queue.wait, self._heartbeat_s())
+            return False
+        num_words, width, full = self.slots.layout
+        bits = _STATUS | self._granted << 64 | (self._granted ^ full) << (64 + width)
+        fast_path.is_recording = self.recording.is_recording
+        fast_path.open(bits, 1 + 2 * num_words)
+        try:
+            self.recording.sleep(self.queue.wait, self._heartbeat_s())
+        finally:
+            fast_path.close()
+        has_worked = self._note_finished(fast_path)
+        return has_worked and not (len(self.queue) or self._calls or self._farewell or fast_path.begun
+                                   or self.recording.is_comparison_due(False))
+
+    def _note_finished(self, fast_path: FastPath) -> bool:
+        """Count what callers have done themselves, as if it had been done here; tell whether there was anything."""
+        num_before = self.num_cycles
+        for note in fast_path.finished():
+            self.num_cycles += 1
+            self.num_completed += 1
+            self._num_operations += 1
+            self._num_plans += 1
+            self.slots.touch((note.slot,))
+            if note.entry is not None:
+                plan = self.slots.plan(1 << note.slot, self._compile)
+                self.recording.own_call(note, plan, self._num_plans, self._num_operations)
+        num_calls = self.num_cycles - num_before
+        if num_calls:
+            self._control.num_collectives += num_calls
+            self._control.num_bytes += num_calls * 8 * (1 + 2 * self.slots.layout[0])
+            self._progress_s = time.monotonic()
+        return num_calls > 0
+
     def run_cycle(self) -> bool:
         """Run one cycle; tell whether anything was agreed or anything changed on any rank."""
         self.num_cycles += 1
+        fast_path = self._fast_path
+        begun = self._take_over(fast_path) if fast_path is not None and fast_path.begun else Begun.NOTHING
+        start_ns = time.monotonic_ns() if self.recording.is_recording else 0
+        if begun == Begun.EXCHANGING:
+            self._execute(self.slots.plan(self._mask, self._compile), start_ns, self._finish_exchange)
+            return True
         entries = self.queue.drain()
         if entries:
             self._admit(entries)
-        start_ns = time.monotonic_ns() if self.recording.is_recording else 0
-        status, everywhere, anywhere = self._agree()
+        status, everywhere, anywhere = self._agree(begun)
         if status & _CLOCKS:
             self.recording.compare_clocks(self._control)
         if status & _LEAVE:
@@ -226,11 +287,32 @@ class Background:
             self._look_for_stalls()
         return changed or bool(everywhere)
 
+    def _take_over(self, fast_path: FastPath) -> Begun:
+        """Go on with the call that a caller has begun."""
+        begun = fast_path.begun
+        self._admit([fast_path.take_over(self.queue)])
+        if begun == Begun.FAILED:
+            fast_path.complete_exchange(self._pause)  # raises
+        return begun
+
+    def _finish_exchange(
+        self, bucket: Bucket, entries: Mapping[int, TensorEntry], plane: DataPlane, workspace: Workspace
+    ) -> None:
+        """What is left of an allreduce that a caller has begun."""
+        assert self._fast_path is not None
+        array, began_ns = entries[bucket.segments[0].slot].inputs[0].array, time.monotonic_ns()
+        self._fast_path.complete_exchange(self._pause)
+        allreduce.finish(array, bucket.request, plane.size)
+        workspace.passage = Phase.MPI_ALLREDUCE, began_ns, 0, 0, time.monotonic_ns()
+
     def _admit(self, entries: list[TensorEntry]) -> None:
         self._progress_s = time.monotonic()
         is_recording = self.recording.is_recording
         for entry in entries:
             key = entry.request.key
+            if key in self._pending:  # after an interrupt: see TensorQueue.adopt
+                entry.handle.fail(taken(key))
+                continue
             self._pending[key] = entry
             if is_recording:
                 self.recording.submission(entry)
@@ -251,15 +333,15 @@ class Background:
         return None if request.key.collective in SINGULAR else self.slots.matches(request)
 
     def _heartbeat_s(self) -> float:
-        """How long a rank with nothing to do sleeps. It looks soon again while process sets without it are at work,
-        because nothing of theirs is agreed without it; the more rarely, the longer nothing has happened."""
-        heartbeat_s = self._config.heartbeat_ms / 1e3
+        """How long a rank with nothing to do sleeps; the longer, the longer nothing has happened. It looks soon again while
+        process sets without it are at work, because nothing of theirs is agreed without it."""
+        heartbeat_s, idle_s = self._config.heartbeat_ms / 1e3, time.monotonic() - self._progress_s
         if len(self._process_sets) == 1:
-            return heartbeat_s
-        return sleep_s(time.monotonic() - self._progress_s, heartbeat_s)
+            return min(max(heartbeat_s, _IDLE_SHARE * idle_s), _RAREST_HEARTBEAT * heartbeat_s)
+        return sleep_s(idle_s, heartbeat_s)
 
-    def _agree(self) -> tuple[int, int, int]:
-        """Exchange bits; return (status, ready everywhere, pending anywhere).
+    def _agree(self, begun: Begun) -> tuple[int, int, int]:
+        """Exchange bits, unless that was begun by a caller; return (status, ready everywhere, pending anywhere).
 
         *Format*: 64 status bits, one bit per slot that is pending here (or can do without this rank), one per slot that
         is not pending here; AND tells "all" of the second and, inverted, "some" of the first and the third.
@@ -272,7 +354,10 @@ class Background:
         bits = (asked ^ _STATUS) | (self._mask | self._granted) << 64 | (self._mask ^ full) << (64 + width)
         self._awaited_since = 0.0
         waited_s = 0.0 if self._must_exchange else time.monotonic() - self._progress_s
-        agreed = self._control.agree(bits, 1 + 2 * num_words, self._pause, waited_s)
+        if begun and self._fast_path is not None:
+            agreed = self._fast_path.agree(self._pause, waited_s)
+        else:
+            agreed = self._control.agree(bits, 1 + 2 * num_words, self._pause, waited_s)
         if self.recording.asleep_ns:
             self.recording.awake()
         return agreed & _STATUS ^ _STATUS, agreed >> 64 & full, agreed >> (64 + width) ^ full
@@ -321,8 +406,8 @@ class Background:
     def _compile(self, requests: list[tuple[int, Request]]) -> Plan:
         return compile_plan(requests, self._config.fusion_threshold_bytes)
 
-    def _execute(self, plan: Plan, start_ns: int) -> None:
-        """Run the plan's buckets in order; complete each entry after its last bucket."""
+    def _execute(self, plan: Plan, start_ns: int, instead: Callable[..., None] | None = None) -> None:
+        """Run the plan's buckets in order, by ``instead`` if that is given; complete each entry after its last bucket."""
         pending, planes, workspace = self._pending, self._planes, self._workspace
         entries = {slot: entry for slot, key in plan.keys if (entry := pending.get(key)) is not None}
         if len(entries) < len(plan.slots):
@@ -343,7 +428,7 @@ class Background:
             if key.collective in SINGULAR:
                 self._change_job(pending[key])
             elif key.process_set_id in planes:
-                run, plane = EXECUTE[key.collective], planes[key.process_set_id]
+                run, plane = instead or EXECUTE[key.collective], planes[key.process_set_id]
                 workspace.passage = None
                 if bucket.request.device == "cpu":
                     run(bucket, entries, plane, workspace)

@@ -33,7 +33,7 @@ class Handle:
     Nothing is lost at shutdown: the background thread fails every handle it still holds before it ends.
     """
 
-    __slots__ = ("_arrive", "_callbacks", "_done", "_error", "_gate", "_key", "_result", "_use", "awaited_ns")
+    __slots__ = ("_arrive", "_callbacks", "_done", "_error", "_gate", "_key", "_result", "awaited_ns", "use")
 
     def __init__(self, key: Key) -> None:
         self._key = key
@@ -44,7 +44,8 @@ class Handle:
         self._result: Any = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Handle], object]] | None = None
-        self._use: NameUse | None = None
+        #: The use of the name that ends with this operation; the queue's.
+        self.use: NameUse | None = None
         self._arrive: Callable[[], None] | None = None
         #: Since when a thread has been blocked in ``wait``; 0 while none is.
         self.awaited_ns = 0
@@ -56,16 +57,12 @@ class Handle:
 
     def done(self) -> bool:
         """Tell whether the operation has ended, well or not; never blocks."""
-        if self._done and self._use is not None:
+        if self._done and self.use is not None:
             self._see()
         return self._done
 
-    def reserve(self, use: NameUse) -> None:
-        """Note the use of the name that ends with this operation. The queue only."""
-        self._use = use
-
     def _see(self) -> None:
-        use, self._use = self._use, None
+        use, self.use = self.use, None
         if use is not None:
             use.forget(self._key, use)
 
@@ -84,7 +81,7 @@ class Handle:
                     f"{self.name}: not finished after {timeout_s:g} s: "
                     "some rank has not submitted it yet; wait again or look at the stall report")
             self._gate.release()
-        if self._use is not None:
+        if self.use is not None:
             self._see()
         if self._error is not None:
             # A fresh traceback each time: waiting twice must not grow the first one.
@@ -127,7 +124,7 @@ class Handle:
             self._call_back()
 
     def _end_use(self) -> None:
-        use = self._use
+        use = self.use
         if use is not None:
             use.ended_ns = time.monotonic_ns()
 

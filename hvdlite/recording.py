@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sized
 from typing import NamedTuple
 
 from hvdlite.collectives.workspace import Passage, note_phases
-from hvdlite.control.base import ControlPlane
+from hvdlite.control.base import ControlPlane, Note
 from hvdlite.control.clock import compare_clocks, probe_link
 from hvdlite.fusion import Bucket, Plan
 from hvdlite.message import Collective, Request
@@ -156,6 +156,22 @@ class Recording:
         self._agreed = _Agreed(plan, start_ns, time.monotonic_ns(), plan_number, first)
         if self.marks_cycles:
             self.timeline.note(Phase.CYCLE_START, "cycle", start_ns, start_ns)
+
+    def own_call(self, note: Note, plan: Plan, plan_number: int, number: int) -> None:
+        """A call that its caller made in its own thread, as operation ``number``."""
+        entry, bucket = note.entry, plan.buckets[0]
+        assert entry is not None
+        self.settle()
+        timeline = self.timeline
+        timeline.plan, timeline.operation, timeline.process_set = plan_number, number, 0
+        self._fresh.append(entry)
+        self._agreed = _Agreed(plan, note.began_ns, note.agreed_ns, plan_number, number)
+        self.done.append((note.slot, entry, number, note.ended_ns, note.made_ns))
+        if self.marks_cycles:
+            timeline.note(Phase.CYCLE_START, "cycle", note.began_ns, note.began_ns)
+        passage = Phase.MPI_ALLREDUCE, note.agreed_ns, 0, 0, note.ended_ns
+        self.bucket(bucket, {note.slot: entry}, passage, note.agreed_ns, note.ended_ns)
+        self.settle()
 
     def bucket(
         self, bucket: Bucket, entries: Mapping[int, TensorEntry], passage: Passage | None, began_ns: int, ended_ns: int,

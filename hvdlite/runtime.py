@@ -19,7 +19,7 @@ from hvdlite.background import Background
 from hvdlite.bucket_size import kind_of_job
 from hvdlite.compression.residual import ResidualStore
 from hvdlite.config import Config, Starter
-from hvdlite.control.base import ControlPlane
+from hvdlite.control.base import ControlPlane, FastPath
 from hvdlite.control.local import LocalControl, LocalGroup
 from hvdlite.dataplane.base import DataPlane
 from hvdlite.dataplane.gpus import Gpus
@@ -55,11 +55,25 @@ _forks: list[None] = []
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
+def _fast_path(control: Any, plane: Any) -> FastPath | None:
+    """How small calls do without the background thread, where this MPI lets any thread call it."""
+    from hvdlite.control.fast_path import MpiFastPath
+
+    if not control.supports_threads:
+        return None
+    try:
+        return MpiFastPath(control, plane.communicator)
+    except UnavailableError as reason:
+        _log.info("%s: small calls take the way through the background thread", reason)
+        return None
+
+
 class Runtime:
     """A running rank."""
 
     def __init__(
         self, config: Config, control: ControlPlane, plane: DataPlane, timeline: Timeline | None = None, gpus: Gpus | None = None,
+        fast_path: FastPath | None = None,
     ) -> None:
         """Take over the planes; ``start`` begins the background loop (tests may step it instead).
 
@@ -75,7 +89,7 @@ class Runtime:
         rings = tuple(rings_of(timeline)) if timeline is not None else ()
         self.marks = Marks(_window(config))
         clocks = self._rings_for(rings[0]) if rings else None
-        self.background = Background(config, control, plane, timeline or NullTimeline(), clocks, self.gpus)
+        self.background = Background(config, control, plane, timeline or NullTimeline(), clocks, self.gpus, fast_path)
         self.background.recording.take_marks(self.marks)
         self._control = control
         self._plane = plane
@@ -107,7 +121,8 @@ class Runtime:
         is_shared = min(communicator.allgather(is_shared))
         plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count,
                          hosts=topology.hosts)
-        return cls(config, control, plane, timeline_of(config, topology.rank, topology.size, control.job))
+        return cls(config, control, plane, timeline_of(config, topology.rank, topology.size, control.job),
+                   fast_path=_fast_path(control, plane))
 
     @property
     def supports_mpi_threads(self) -> bool:
@@ -147,8 +162,8 @@ class Runtime:
         num_hosts = len({hosts[rank] for rank in members.ranks}) if hosts else 1
         return kind_of_job(type(self._plane).__name__, members.size(), num_hosts, sizes_bytes)
 
-    def submit(self, entry: TensorEntry, *, wait_for_name: bool = False) -> Handle:
-        """Queue an entry.
+    def submit(self, entry: TensorEntry, *, wait_for_name: bool = False, is_awaited: bool = False) -> Handle:
+        """Queue an entry; one that its caller waits for at once may be done by the caller.
 
         Raises: DuplicateNameError; NotInitializedError after the end and in a forked process.
         """
@@ -157,6 +172,8 @@ class Runtime:
                 f"{entry.request.key}: this is a forked process of rank {self.topology.rank}: it has no background thread: "
                 "call collectives in the process that called init()")
         entry.submitted_ns = time.monotonic_ns()
+        if is_awaited and self.background.run_here(entry):
+            return entry.handle
         self.background.queue.add(entry, wait_for_name=wait_for_name)
         return entry.handle
 

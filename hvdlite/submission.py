@@ -35,18 +35,20 @@ class Submission:
     """One call on its way: who runs it, under which key, on which tensors.
 
     ``tensors`` is one tensor, or a sequence when ``is_group``, which may have ``names`` of their own; ``runtime``
-    defaults to the process's.
+    defaults to the process's. ``is_awaited``: the caller does nothing until it has ended.
     """
 
-    __slots__ = ("collective", "is_group", "name", "names", "process_set", "runtime", "tensors")
+    __slots__ = ("collective", "is_awaited", "is_group", "name", "names", "process_set", "runtime", "tensors")
 
     def __init__(
         self, collective: str, tensors: Any, *, is_group: bool = False, name: str | None = None,
         process_set: ProcessSet | Members | None = None, names: tuple[str, ...] = (), runtime: Runtime | None = None,
+        is_awaited: bool = False,
     ) -> None:
         self.runtime = runtime or default_runtime()
         self.process_set = self.runtime.members(process_set)
         self.collective = collective
+        self.is_awaited = is_awaited
         self.is_group = is_group
         self.name = name
         self.names = names
@@ -169,7 +171,7 @@ class Submission:
             entry.ready = order.mark_ready(inputs[0])
         if memory is not None:
             entry.addresses, entry.flats = memory.addresses, memory.flats
-        return runtime.submit(entry, wait_for_name=self.name is None)
+        return runtime.submit(entry, wait_for_name=self.name is None, is_awaited=self.is_awaited)
 
     @staticmethod
     def _all(entry: TensorEntry) -> list[Any]:

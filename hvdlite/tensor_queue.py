@@ -65,6 +65,12 @@ def _is_over(use: NameUse) -> bool:
     return use.ended_ns > 0 and time.monotonic_ns() - use.ended_ns >= _UNSEEN_NS
 
 
+def taken(key: Key) -> DuplicateNameError:
+    """The error of a call whose name is in flight."""
+    return DuplicateNameError(f"{key}: this name is already in flight on this rank: "
+                              "wait for the first call to finish, or give the second one another name")
+
+
 class TensorQueue:
     """Entries on their way to the background thread."""
 
@@ -75,6 +81,8 @@ class TensorQueue:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._uses: dict[Key, NameUse] = {}
+        #: By thread, the call that it makes without the background thread.
+        self._offers: dict[int, TensorEntry] = {}
         self._prune_at = _MANY_USES
         self._num_waiting = 0
         self._closed_by: Callable[[], BaseException] | None = None
@@ -90,23 +98,68 @@ class TensorQueue:
         key = entry.request.key
         with self._lock:
             use = self._uses.get(key)
-            while wait_for_name and use is not None and not use.ended_ns and self._closed_by is None:
+            is_offered = bool(self._offers) and self._is_offered(key)
+            while wait_for_name and self._closed_by is None and (is_offered or (use is not None and not use.ended_ns)):
                 self._num_waiting += 1
-                self._released.wait()
+                self._released.wait(_UNSEEN_NS / 1e9 if is_offered else None)
                 self._num_waiting -= 1
-                use = self._uses.get(key)
+                use, is_offered = self._uses.get(key), self._is_offered(key)
             if self._closed_by is not None:
                 raise self._closed_by()
-            if use is not None and not wait_for_name and not _is_over(use):
-                raise DuplicateNameError(
-                    f"{key}: this name is already in flight on this rank: "
-                    "wait for the first call to finish, or give the second one another name")
-            use = self._uses[key] = NameUse(self._forget)
-            entry.handle.reserve(use)
+            if not wait_for_name and (is_offered or (use is not None and not _is_over(use))):
+                raise taken(key)
+            use = NameUse(self._forget)
+            # A signal's handler may raise after any call: after this one the entry is in flight, its name is not taken, and
+            # ``drain`` makes up for that. What follows is one step.
+            self._waiting.append(entry)
+            entry.handle.use = self._uses[key] = use
             if len(self._uses) > self._prune_at:
                 self._prune()
-            self._waiting.append(entry)
         self.wake()
+
+    def _is_offered(self, key: Key) -> bool:
+        """Whether another thread makes such a call without the background thread. What this thread's offer was is over."""
+        own = threading.get_ident()
+        return any(thread != own and entry.request.key == key for thread, entry in list(self._offers.items()))
+
+    def offer(self, thread: int, entry: TensorEntry) -> bool:
+        """Note the call that a thread is about to make without the background thread; False: ``add`` has to look at its name.
+
+        Raises: the closing error after ``close``.
+        """
+        key = entry.request.key
+        with self._lock:
+            if self._closed_by is not None:
+                raise self._closed_by()
+            use = self._uses.get(key)
+            if (use is not None and not _is_over(use)) or self._is_offered(key):
+                return False
+            self._offers[thread] = entry
+        return True
+
+    def withdraw(self, thread: int) -> None:
+        """The thread's call is over, or was not begun."""
+        self._offers.pop(thread, None)  # one step
+
+    def adopt(self, thread: int) -> TensorEntry:
+        """Take over the call that a thread has begun: its name is in flight like any other."""
+        with self._lock:
+            entry = self._offers.pop(thread)
+            # Other ranks count on it: whoever took the name since an interrupt is refused when the entry comes.
+            entry.handle.use = self._uses[entry.request.key] = NameUse(self._forget)
+        return entry
+
+    def _takes_name(self, entry: TensorEntry) -> bool:
+        """Whether an entry whose caller was interrupted could take its name yet; else it has failed."""
+        key = entry.request.key
+        with self._lock:
+            if entry.handle.use is None:  # else the caller was at it just now
+                use = self._uses.get(key)
+                if use is not None and not _is_over(use):
+                    entry.handle.fail(taken(key))
+                    return False
+                entry.handle.use = self._uses[key] = NameUse(self._forget)
+        return True
 
     def wake(self) -> None:
         """Make the background thread look at the queue now. Any thread."""
@@ -129,7 +182,9 @@ class TensorQueue:
         self._wake.acquire(blocking=False)
         entries = []
         while self._waiting:
-            entries.append(self._waiting.popleft())
+            entry = self._waiting.popleft()
+            if entry.handle.use is not None or self._takes_name(entry):
+                entries.append(entry)
         return entries
 
     def waiting(self) -> list[TensorEntry]:

@@ -134,3 +134,8 @@ def combine(
     else:
         plane.allreduce(source, target, op)
     scale(target, target, request.postscale, divisor)
+
+
+def finish(target: np.ndarray, request: Request, num_ranks: int) -> None:
+    """What ``combine`` does after the sum over ``num_ranks`` ranks: average and postscale."""
+    scale(target, target, request.postscale, unscaled_op(request.op, num_ranks)[1])

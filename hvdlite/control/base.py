@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import Enum, IntEnum, auto
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from hvdlite.response_cache import SlotTable
+from hvdlite.tensor_queue import TensorEntry, TensorQueue
 
 
 @dataclass(frozen=True)
@@ -62,3 +66,68 @@ class ControlPlane(Protocol):
 
     def close(self) -> None:
         """Give up the plane's resources; every rank closes it in the same cycle."""
+
+
+class Outcome(Enum):
+    """What became of a call in its caller's thread; after BEGUN it is the background thread's."""
+
+    NOTHING = auto()
+    BEGUN = auto()
+    DONE = auto()
+
+
+class Begun(IntEnum):
+    """How far a call came that was handed over."""
+
+    NOTHING = 0
+    AGREEING = 1
+    EXCHANGING = 2
+    FAILED = 3
+
+
+class Note(NamedTuple):
+    """One call that was done in its caller's thread: its slot, its entry if calls are recorded, and when it was made, began to
+    agree, was agreed, and ended."""
+
+    slot: int
+    entry: TensorEntry | None
+    made_ns: int
+    began_ns: int
+    agreed_ns: int
+    ended_ns: int
+
+
+class FastPath(Protocol):
+    """Calls that are made in their caller's thread while the background thread has nothing to do.
+
+    *Threads*: ``run`` from any thread, everything else from the background thread. Between ``open`` and ``close`` callers own
+    the communicators, one at a time.
+    """
+
+    #: Whether entries are kept for ``finished``, and the background thread is woken to look at them.
+    is_recording: bool
+
+    def run(self, entry: TensorEntry, slots: SlotTable, queue: TensorQueue) -> Outcome:
+        """Agree and exchange, if it is such a call and every rank is there; the sum is in place then, and nothing else done."""
+
+    def open(self, bits: int, num_words: int) -> None:
+        """Let callers in. ``bits``: what this rank agrees to with nothing pending, as in ``ControlPlane.agree``."""
+
+    def close(self) -> None:
+        """Let nobody in any more; waits for who is in."""
+
+    def finished(self) -> Iterable[Note]:
+        """What was done since the last time, in order."""
+
+    @property
+    def begun(self) -> Begun:
+        """How far the call came that was handed over, if there is one."""
+
+    def take_over(self, queue: TensorQueue) -> TensorEntry:
+        """Its entry, in flight like any other from now on."""
+
+    def agree(self, pause: Callable[[float], bool], waited_s: float) -> int:
+        """Its agreement, as from ``ControlPlane.agree``."""
+
+    def complete_exchange(self, pause: Callable[[float], bool]) -> None:
+        """Wait for its sum. Raises: TransportError, also where it is FAILED."""

@@ -6,6 +6,7 @@ non-blocking test with back-off, so that a late peer costs no core.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import socket
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class MpiControl:
     def __init__(self, communicator: Any) -> None:
         from mpi4py import MPI
 
-        self._mpi = MPI
+        self.mpi = MPI
         self.communicator = communicator.Dup()
         self.topology = _topology(MPI, self.communicator)
         self.job = self.communicator.bcast(new_job(), root=0)
@@ -49,15 +50,41 @@ class MpiControl:
             if len(self._received) != num_bytes:
                 self._prepare(num_bytes)
             self._sent[:] = bits.to_bytes(num_bytes, "little")
-            complete(self._start(), pause, waited_s)
-        except self._mpi.Exception as error:
-            raise _transport_error("agreeing with the other ranks", error) from error
+            request = self._start()
+        except self.mpi.Exception as error:
+            raise transport_error("agreeing with the other ranks", error) from error
+        return self._agreed(request, pause, waited_s)
+
+    def _agreed(self, request: Any, pause: Callable[[float], bool], waited_s: float) -> int:
+        try:
+            complete(request, pause, waited_s)
+        except self.mpi.Exception as error:
+            raise transport_error("agreeing with the other ranks", error) from error
         return int.from_bytes(self._received, "little")
+
+    def lay_out(self, bits: int, num_words: int) -> Any:
+        """Write ``bits`` to where ``agree`` sends them from and return the persistent request that does so, or None: MPI has no
+        such requests, or it isn't made for so many words yet (that is for all ranks to do in the same cycle)."""
+        if self._persistent is not None and len(self._sent) == 8 * num_words:
+            self._sent[:] = bits.to_bytes(8 * num_words, "little")
+            return self._persistent
+        return None
+
+    def addresses(self) -> tuple[int, int]:
+        """Where ``agree`` sends from and receives."""
+        sent, received = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (self._sent, self._received))
+        return sent, received
+
+    def agree_on_begun(self, pause: Callable[[float], bool], waited_s: float) -> int:
+        """``agree`` whose request was started by somebody else, and may be over."""
+        self.num_collectives += 1
+        self.num_bytes += len(self._sent)
+        return self._agreed(self._persistent, pause, waited_s)
 
     def _prepare(self, num_bytes: int) -> None:
         """Make the buffers, and the persistent request that MPI 4 has: it starts in half the time."""
         self._sent, self._received = bytearray(num_bytes), bytearray(num_bytes)
-        arguments = ([self._sent, self._mpi.INT64_T], [self._received, self._mpi.INT64_T], self._mpi.BAND)
+        arguments = ([self._sent, self.mpi.INT64_T], [self._received, self.mpi.INT64_T], self.mpi.BAND)
         self._free_persistent()
         try:
             request = self._persistent = self.communicator.Allreduce_init(*arguments)
@@ -90,8 +117,8 @@ class MpiControl:
                     complete(communicator.Isend(_rest(payload), dest=0))
                 return None
             return [pickle.loads(self._whole(frames[rank], rank) if rank else payload) for rank in range(size)]
-        except self._mpi.Exception as error:
-            raise _transport_error("gathering requests at rank 0", error) from error
+        except self.mpi.Exception as error:
+            raise transport_error("gathering requests at rank 0", error) from error
 
     def broadcast(self, value: Any) -> Any:
         is_root = self.topology.rank == 0
@@ -107,15 +134,15 @@ class MpiControl:
                 rest = _rest(payload) if is_root else np.empty(length - len(first), np.uint8)
                 complete(self.communicator.Ibcast(rest, root=0))
                 first += rest.tobytes()
-        except self._mpi.Exception as error:
-            raise _transport_error("taking rank 0's decision", error) from error
+        except self.mpi.Exception as error:
+            raise transport_error("taking rank 0's decision", error) from error
         return value if is_root else pickle.loads(first)
 
     def start_send(self, array: np.ndarray, peer: int) -> Callable[[], None]:
         try:
             request = self.communicator.Isend(array.view(np.uint8), dest=peer, tag=_DIRECT_TAG)
-        except self._mpi.Exception as error:
-            raise _transport_error(f"sending to rank {peer}", error) from error
+        except self.mpi.Exception as error:
+            raise transport_error(f"sending to rank {peer}", error) from error
         return lambda: self._finish(request, f"sending to rank {peer}")
 
     def send(self, array: np.ndarray, peer: int) -> None:
@@ -124,18 +151,18 @@ class MpiControl:
     def receive(self, array: np.ndarray, peer: int) -> None:
         try:
             request = self.communicator.Irecv(array.view(np.uint8), source=peer, tag=_DIRECT_TAG)
-        except self._mpi.Exception as error:
-            raise _transport_error(f"receiving from rank {peer}", error) from error
+        except self.mpi.Exception as error:
+            raise transport_error(f"receiving from rank {peer}", error) from error
         self._finish(request, f"receiving from rank {peer}")
 
     def _finish(self, request: Any, doing: str) -> None:
         try:
             complete(request, longest_s=LONGEST_TRANSFER_SLEEP_S)
-        except self._mpi.Exception as error:
-            raise _transport_error(doing, error) from error
+        except self.mpi.Exception as error:
+            raise transport_error(doing, error) from error
 
     def close(self) -> None:
-        if not self._mpi.Is_finalized():
+        if not self.mpi.Is_finalized():
             self._free_persistent()
             self.communicator.Free()
 
@@ -185,5 +212,5 @@ def _topology(MPI: Any, communicator: Any) -> Topology:
     return topology
 
 
-def _transport_error(doing: str, error: BaseException) -> TransportError:
+def transport_error(doing: str, error: BaseException) -> TransportError:
     return TransportError(f"MPI failed while {doing}: {error}: look for a rank that died or left")

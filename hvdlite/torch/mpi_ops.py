@@ -103,7 +103,7 @@ def allreduce(
     if compression is Compression.none and average is None and isinstance(tensor, torch.Tensor) and not (
             tensor.requires_grad and torch.is_grad_enabled()):  # most calls, with less work
         op = handle_average_backwards_compatibility(op, None)
-        return api.allreduce_async(tensor, None, name, op, prescale_factor, postscale_factor, process_set).wait()
+        return api.allreduce(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
     arguments = (average, name, compression, op, prescale_factor, postscale_factor, process_set)
     return _allreduce([tensor], api.allreduce_async, *arguments)[0]
 
