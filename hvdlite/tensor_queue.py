@@ -98,7 +98,7 @@ class TensorQueue:
         key = entry.request.key
         with self._lock:
             use = self._uses.get(key)
-            is_offered = bool(self._offers) and self._is_offered(key)
+            is_offered = self._is_offered(key)
             while wait_for_name and self._closed_by is None and (is_offered or (use is not None and not use.ended_ns)):
                 self._num_waiting += 1
                 self._released.wait(_UNSEEN_NS / 1e9 if is_offered else None)
@@ -119,6 +119,8 @@ class TensorQueue:
 
     def _is_offered(self, key: Key) -> bool:
         """Whether another thread makes such a call without the background thread. What this thread's offer was is over."""
+        if not self._offers:  # in most cases
+            return False
         own = threading.get_ident()
         return any(thread != own and entry.request.key == key for thread, entry in list(self._offers.items()))
 

@@ -429,7 +429,7 @@ def test_t9_bandwidth_on_a_shaped_link(tmp_path, ranks_over_netlab):
     (row,) = by_size(find_transfers(load_job(rings))[0])
     link = min(rate for _, _, rate in report.blame.links)
     assert 11e6 <= row.busbw <= 12.5e6, row
-    assert 11e6 <= link <= 12.6e6 and 0.88 <= row.busbw / link <= 1.02
+    assert 11e6 <= link <= 1.12 * 12.5e6 and 0.88 <= row.busbw / link <= 1.02
 
 
 # T8: fusion

@@ -39,12 +39,15 @@ def buffer(tensor: Any, writable: bool) -> Buffer:
 
 def small_copy(tensor: Any) -> Buffer | None:
     """A new array of the same values, contiguous, if it is a small one: to combine it in place takes one view instead of two."""
-    if type(tensor) is not np.ndarray or tensor.size > SMALL_ELEMENTS:
+    if type(tensor) is np.ndarray:
+        if tensor.size > SMALL_ELEMENTS:
+            return None
+    elif not isinstance(tensor, (int, float, np.generic)):
         return None
-    name = _NAMES.get(tensor.dtype)
+    array = np.array(tensor, order="C")
+    name = _NAMES.get(array.dtype)
     if name is None:
         return None
-    array = tensor.copy()
     return Buffer(array if array.ndim == 1 else array.reshape(-1), name, array.shape, "cpu", array)
 
 

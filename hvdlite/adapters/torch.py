@@ -62,7 +62,8 @@ def small_copy(tensor: Any) -> Buffer | None:
         tensor = tensor.detach()
     copied = tensor.clone(memory_format=torch.contiguous_format)
     array = _view(copied, name)
-    return Buffer(array if array.ndim == 1 else array.reshape(-1), name, tuple(tensor.shape), "cpu", copied)
+    flat = array if array.ndim == 1 else array.reshape(-1)
+    return Buffer(flat, name, tuple(tensor.shape), "cpu", copied, None, copied.data_ptr())
 
 
 def _checked(tensor: Any, name: str | None, writable: bool) -> Any:

@@ -137,5 +137,10 @@ def combine(
 
 
 def finish(target: np.ndarray, request: Request, num_ranks: int) -> None:
-    """What ``combine`` does after the sum over ``num_ranks`` ranks: average and postscale."""
-    scale(target, target, request.postscale, unscaled_op(request.op, num_ranks)[1])
+    """What ``combine`` does after the sum over ``num_ranks`` ranks: average and postscale. Any thread."""
+    divisor = unscaled_op(request.op, num_ranks)[1]
+    if request.postscale == 1.0:
+        scale(target, target, 1.0, divisor)  # which never warns
+        return
+    with np.errstate(all="ignore"):
+        scale(target, target, request.postscale, divisor)

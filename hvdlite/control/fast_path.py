@@ -286,11 +286,11 @@ class MpiFastPath:
         thread = threading.get_ident()
         if not queue.offer(thread, entry):
             return Outcome.NOTHING
-        array, call = entry.inputs[0].array, (thread, entry.submitted_ns)
+        buffer, call = entry.inputs[0], (thread, entry.submitted_ns)
         is_recording = self.is_recording
         if is_recording:
             self._recorded[call] = entry
-        number = self._run(self._address, thread, version, slot, array.ctypes.data, len(array), code, entry.submitted_ns)
+        number = self._run(self._address, thread, version, slot, buffer.address, len(buffer.array), code, entry.submitted_ns)
         if is_recording:
             if number < 0:
                 self._recorded.pop(call, None)
