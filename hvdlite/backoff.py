@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 #: Tests before the first sleep, about 0.2 ms. Measured: two ranks that answer one another's calls meet within it;
 #: with a third of it most waits ended in a sleep and a one-element allreduce took 1.4 times as long.
 EAGER_TESTS = 300
+#: Tests before other ranks may have the core. Measured: 4 ranks on 2 cores answer one another in a fifth of the time.
+TESTS_A_TURN = 20
 #: After this long without progress the burst is left out. Chosen.
 EAGER_FOR_S = 5e-3
 #: The sleep between two tests is this share of the time waited so far, which it makes at most so much longer.
@@ -19,6 +22,10 @@ FIRST_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 20e-3
 #: While data flows the transport moves only inside a test: sleep no longer than this.
 LONGEST_TRANSFER_SLEEP_S = 100e-6
+
+
+#: Where the system has none, ranks that share a core wait for its time slices.
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 def sleep_s(waited_s: float, longest_s: float = LONGEST_SLEEP_S) -> float:
@@ -40,12 +47,19 @@ def complete(
     wait and leaves the request behind. ``waited_s``: how long the caller has waited already.
     """
     test = request.Test
-    for _ in range(EAGER_TESTS if waited_s < EAGER_FOR_S else 1):
-        if test():
-            return
+    if test() or (waited_s < EAGER_FOR_S and _burst(test)):
+        return
     since_s = time.monotonic() - waited_s
     while not test():
-        if pause(sleep_s(time.monotonic() - since_s, longest_s)):
-            for _ in range(EAGER_TESTS):
-                if test():
-                    return
+        if pause(sleep_s(time.monotonic() - since_s, longest_s)) and _burst(test):
+            return
+
+
+def _burst(test: Callable[[], bool]) -> bool:
+    """Many tests; tell whether one succeeded. Between some of them another rank may have the core, where cores are shared."""
+    for _ in range(EAGER_TESTS // TESTS_A_TURN):
+        for _ in range(TESTS_A_TURN):
+            if test():
+                return True
+        _give_way()
+    return False

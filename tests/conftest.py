@@ -1,12 +1,19 @@
 """Shared by all tests: tests/parallel runs under hvdrun only, through test_parallel.py. CI knows no skip but for GPUs."""
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 collect_ignore = [] if os.environ.get("HVDLITE_LAUNCHED_BY") else ["parallel"]
+
+
+# A shell ignores these for what it starts in the background, and children would inherit that.
+for _number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -154,7 +154,7 @@ def test_a_signal_whose_handler_raises_at_any_moment_breaks_nothing(tmp_path):
     with open(path, "r+b") as file:
         done = mmap.mmap(file.fileno(), 8)
 
-    num_steps, num_interrupts = 3000, 0
+    num_steps, num_interrupts = 2000, 0
     random.seed(3)
     if hvdlite.rank():
         for step in range(num_steps):
@@ -170,7 +170,7 @@ def test_a_signal_whose_handler_raises_at_any_moment_breaks_nothing(tmp_path):
         def work():
             while reached[0] < num_steps:
                 step = reached[0]
-                if num_interrupts < 40 and random.random() < 0.05:
+                if num_interrupts < 20 and random.random() < 0.05:
                     signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-6, 80e-6))
                 try:
                     result = hvdlite.allreduce(float(step), name="interrupted", op=hvdlite.Sum)
@@ -195,7 +195,7 @@ def test_a_signal_whose_handler_raises_at_any_moment_breaks_nothing(tmp_path):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, former)
-        assert num_interrupts >= 30
+        assert num_interrupts >= 15
     hvdlite.barrier()
     _call_often("interrupted", np.ones(1))
 
