@@ -151,16 +151,17 @@ def _quantized(bucket: Bucket) -> Bucket:
 def _take_residuals(bucket: Bucket, entries: Mapping[int, TensorEntry], workspace: Workspace) -> None:
     """Add to a bucket that travels densely from now on what the quantised way had left over, which is kept no longer."""
     store = workspace.residuals
-    from hvdlite.compression import codec_cpu
-
     for one in bucket.segments:
         entry = entries[one.slot]
         owner, names = quantized.tensor_names(entry.request)
-        place = (entry.request.key.process_set_id, owner)
-        store.settle(*place)
-        residual = store.take((*place, names[one.tensor_index]))
-        if residual is None:
+        key = (entry.request.key.process_set_id, owner, names[one.tensor_index])
+        if not store.has(key):
             continue
+        store.settle(*key[:2])
+        residual = store.take(key)
+        assert residual is not None
+        from hvdlite.compression import codec_cpu
+
         buffer = entry.inputs[one.tensor_index]
         left = np.empty(one.num_elements, np.float32)
         codec_cpu.rotate_back(SPEC.codec, residual, left)

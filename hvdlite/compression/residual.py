@@ -193,6 +193,10 @@ class ResidualStore:
     def is_empty(self) -> bool:
         return not self._residuals
 
+    def has(self, key: ResidualKey) -> bool:
+        """Whether a tensor has a residual."""
+        return key in self._residuals
+
     @property
     def num_bytes(self) -> int:
         """What residuals and shadows take."""
