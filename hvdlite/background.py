@@ -1,4 +1,4 @@
-"""The background thread: the only one that touches MPI and NCCL.
+"""The background thread: the only one that touches MPI and NCCL, but for callers whom it lets in while it rests (``FastPath``).
 
 Why one thread: collectives must be issued in the same order on every rank, user threads submit in any order,
 and MPI implementations differ in how well they bear several threads. So user threads only queue entries; this
