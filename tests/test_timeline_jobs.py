@@ -377,10 +377,11 @@ for k in range(12):
     moment = at + 0.01 * k
     while time.time() < moment:
         pass
-    now, late = time.monotonic_ns(), time.time_ns() - int(moment * 1e9)
-    again = time.monotonic_ns()
-    if again - now < 20_000:  # not interrupted between the two readings
-        default_runtime().marks.span(f"same {k}", now - late, now - late)
+    for _ in range(100):
+        now, late = time.monotonic_ns(), time.time_ns() - int(moment * 1e9)
+        if time.monotonic_ns() - now < 20_000:  # not interrupted between the readings
+            default_runtime().marks.span(f"same {k}", now - late, now - late)
+            break
 """
 IN_NAMESPACES = """
 case ${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-$PMIX_RANK}} in
