@@ -94,10 +94,6 @@ class Config:
     cycle_time_ms: float = _setting(
         0.0, _duration, env="CYCLE_TIME", horovod="CYCLE_TIME", flag="--cycle-time-ms",
         help="how long free-standing calls below the threshold wait for more to fuse with; nothing else waits for it")
-    overlap: str = _setting(
-        "auto", _choice("auto", "on", "off"), env="OVERLAP", flag="--overlap",
-        help="whether the torch optimizer's gradients in host memory leave while backward still runs, or at its end; auto: at "
-             "its end where all ranks are on one host and compute on all of its cores")
     cache_capacity: int = _setting(
         1024, _count, env="CACHE_CAPACITY", horovod="CACHE_CAPACITY", flag="--cache-capacity",
         help="how many agreed requests are remembered, so that repeating them needs no new agreement")

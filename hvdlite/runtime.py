@@ -93,8 +93,6 @@ class Runtime:
         self.background.recording.take_marks(self.marks)
         self._control = control
         self._plane = plane
-        #: Whether the job has cores that no rank computes on, or network cards that work meanwhile.
-        self.has_spare_cores = True
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
         self._requests: dict[tuple[int, str, str], Request] = {}
         self._labels: dict[str, Iterator[int]] = {}
@@ -119,27 +117,12 @@ class Runtime:
 
         control = MpiControl(communicator)
         topology = control.topology
-        cores = os.sched_getaffinity(0)
-        is_shared = topology.local_size == topology.size <= len(cores)
-        everywhere = communicator.allgather((is_shared, cores))
-        is_shared = min(shared for shared, _ in everywhere)
-        all_cores = set().union(*(those for _, those in everywhere))
+        is_shared = topology.local_size == topology.size <= len(os.sched_getaffinity(0))
+        is_shared = min(communicator.allgather(is_shared))
         plane = MpiPlane(control.communicator.Dup(), is_shared_memory=is_shared, max_count=config.max_mpi_count,
                          hosts=topology.hosts)
-        runtime = cls(config, control, plane, timeline_of(config, topology.rank, topology.size, control.job),
-                      fast_path=_fast_path(control, plane))
-        runtime.has_spare_cores = topology.local_size < topology.size or topology.size < len(all_cores)
-        return runtime
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients in host memory should leave while backward still runs. Within one host with no core to spare a
-        transfer is computing as well, and takes from backward what it takes: then it is cheaper in one piece.
-
-        Measured (tools/bench_step.py, 2 ranks on 2 cores): leaving at the end adds 0.37 and 0.34 of what DDP adds to a step,
-        leaving early 0.39 and 0.39 to 0.41.
-        """
-        return self.has_spare_cores if self.config.overlap == "auto" else self.config.overlap == "on"
+        return cls(config, control, plane, timeline_of(config, topology.rank, topology.size, control.job),
+                   fast_path=_fast_path(control, plane))
 
     @property
     def supports_mpi_threads(self) -> bool:

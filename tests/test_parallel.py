@@ -2,11 +2,10 @@
 
 A file says ``RANKS = (1, 2, 3)``; all its tests run on every rank, in the same order. With
 ``ALONE = True`` it gets jobs of its own: what it sets or measures does not stand others beside it.
-``-m`` goes for them too. Of two ranks, gradients leave while backward runs, also where there are no cores to spare.
+``-m`` goes for them too.
 """
 
 import ast
-import os
 import sys
 
 import pytest
@@ -32,7 +31,6 @@ JOBS = _jobs()
 def test_under_hvdrun(name, pytestconfig):
     ranks, paths = JOBS[name]
     options = ["-x", "-v", "--durations=8", "-p", "no:cacheprovider", "-m", pytestconfig.getoption("-m")]
-    env = {**os.environ, "HVDLITE_OVERLAP": "on"} if ranks == 2 else None
-    done = hvdrun(ranks, sys.executable, "-m", "pytest", *options, *paths, timeout_s=120 + 60 * len(paths), env=env)
+    done = hvdrun(ranks, sys.executable, "-m", "pytest", *options, *paths, timeout_s=120 + 60 * len(paths))
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     assert "no tests ran" not in done.stdout

@@ -64,7 +64,6 @@ class ParameterExchange:
         self._runtime: Runtime | None = None
         self._exchange: GradientExchange | None = None
         self._sparse: set[int] = set()
-        self._holds = False
         #: Of each bucket: the memory of its small gradients; and their places in it, if all of them are small.
         self._memories: list[dict[int, BucketMemory]] = []
         self._homes: list[list[torch.Tensor] | None] = []
@@ -90,8 +89,6 @@ class ParameterExchange:
         if self._exchange is None:
             return
         changed = [self._names[index] for index in self._sent if index not in self._overrun and not self._is_as_sent(index)]
-        for number, gradients in self._held:
-            self._exchange.send(number, gradients)
         for number in range(len(self._exchange.buckets)):
             if self._missing[number] >= 0:
                 self._send(number)
@@ -185,7 +182,6 @@ class ParameterExchange:
             moment=None if quantized is None or options.second_moment is None else self._moment,
             bucket_bytes=bucket_bytes, tuner=tuner)
         self._house(exchange)
-        self._holds = not runtime.overlaps and all(p.device.type == "cpu" for p in self.parameters)
         for index, parameter in enumerate(self.parameters):
             old = _hooks.pop(parameter, None)
             if old is not None:
@@ -271,7 +267,7 @@ class ParameterExchange:
             number = self._exchange.bucket_of(index)
             self._missing[number] -= 1
             if not self._missing[number]:
-                self._send(number, self._holds)
+                self._send(number)
 
     def _clear(self) -> None:
         self._counts = [0] * len(self.parameters)
@@ -279,13 +275,11 @@ class ParameterExchange:
         self._missing = [] if self._exchange is None else [len(bucket) for bucket in self._exchange.buckets]
         self._sent: dict[int, tuple[torch.Tensor | None, int]] = {}
         self._overrun: set[int] = set()
-        #: Buckets that are complete and leave with ``synchronize``.
-        self._held: list[tuple[int, list[torch.Tensor]]] = []
         self._contexts: dict[int, tuple[torch.Tensor, Any]] = {}
         self._sparse_gradients: dict[int, torch.Tensor] = {}
 
-    def _send(self, number: int, is_held: bool = False) -> None:
-        """Let a bucket leave, with what its parameters have as gradients now; ``is_held``: only with ``synchronize``."""
+    def _send(self, number: int) -> None:
+        """Let a bucket leave, with what its parameters have as gradients now."""
         exchange, parameters = self._exchange, self.parameters
         assert exchange is not None
         bucket = exchange.buckets[number]
@@ -300,10 +294,7 @@ class ParameterExchange:
             self._sent[index] = (own, -1 if own is None else own._version)
         if homes is None:
             gradients = [self._as_sent(index, one) for index, one in zip(bucket, gradients, strict=True)]
-        if is_held:
-            self._held.append((number, gradients))
-        else:
-            exchange.send(number, gradients)
+        exchange.send(number, gradients)
 
     def _as_sent(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """What travels of a gradient."""

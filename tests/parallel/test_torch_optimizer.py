@@ -4,17 +4,12 @@ import copy
 import gc
 import inspect
 import json
-import os
-import time
 import weakref
 
 import pytest
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.config import Config
-from hvdlite.control.local import LocalGroup
-from hvdlite.runtime import Runtime, default_runtime
 
 RANKS = (2, 3)
 R = N = 0
@@ -43,13 +38,6 @@ def backward(parameters):
 def same_on_ranks(*tensors, process_set=None):
     flat = torch.cat([one.detach().flatten() for one in tensors])
     return bool((hvd.allgather(flat[None], name="same", process_set=process_set) == flat).all())
-
-
-def wait_until(holds, timeout_s=5):
-    end_s = time.monotonic() + timeout_s
-    while not holds() and time.monotonic() < end_s:
-        time.sleep(0.001)
-    assert holds()
 
 
 # -- what travels together, and how -----------------------------------------------------------------------------------
@@ -351,40 +339,3 @@ def test_a_sparse_gradient_on_one_rank_only_is_an_error_on_all():
         step(R == 0)
     step(True)
     assert same_on_ranks(*(one for _, one in named))
-
-
-# -- when they leave ---------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("is_early", [True, False], ids=["while backward runs", "at its end"])
-def test_gradients_leave_when_they_are_told_to(is_early, monkeypatch):
-    monkeypatch.setattr(type(default_runtime()), "overlaps", is_early)
-    parameters = vectors(6)
-    optimizer = wrap(parameters, groups=[parameters[:3], parameters[3:]])
-    optimizer.zero_grad(set_to_none=False)
-    for step in range(1, 4):
-        backward(parameters)
-        hvd.barrier()
-        own = [float(one.grad[0]) for one in parameters]
-        if is_early:  # all ranks have handed everything over, and it arrives without a word from here
-            wait_until(lambda: [float(one.grad[0]) for one in parameters] == [(N + 1) / 2 * (i + 1) for i in range(6)])
-        else:
-            assert own == [(R + 1) * (i + 1) for i in range(6)]
-        optimizer.step()
-        assert all(torch.equal(one, torch.full((3,), -step * (N + 1) / 2 * (i + 1))) for i, one in enumerate(parameters))
-        optimizer.zero_grad(set_to_none=False)
-    # What was changed on its way is told in both.
-    backward(parameters)
-    parameters[4].grad.mul_(2)
-    with pytest.raises(AssertionError, match="w4"):
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_whether_they_leave_early_is_decided_from_cores_and_obeyed_where_said():
-    runtime = default_runtime()
-    assert runtime.has_spare_cores == (len(os.sched_getaffinity(0)) > N)
-    for said, has_spare_cores, expected in (
-            ("auto", True, True), ("auto", False, False), ("on", False, True), ("off", True, False)):
-        other = Runtime.local(LocalGroup(1), 0, Config(overlap=said))
-        other.has_spare_cores = has_spare_cores
-        assert other.overlaps is expected
