@@ -217,6 +217,8 @@ class Background:
             _log.exception("the background thread failed")
             failure = InternalError(f"background thread: {type(error).__name__}: {error}: please report this")
             self._end(failure)
+        if self._abandoned is not None:  # another thread has ended this rank: what was handed over since is not lost
+            self._fail_all(self._abandoned)
 
     def _rest(self) -> bool:
         """Sleep until there is something to do. Tell whether there is nothing: callers have run cycles without this thread."""
@@ -225,7 +227,7 @@ class Background:
             self.recording.sleep(self.queue.wait, self._heartbeat_s())
             return False
         num_words, width, full = self.slots.layout
-        bits = _STATUS | self._granted << 64 | (self._granted ^ full) << (64 + width)
+        bits = _STATUS | self._granted << 64 | full << (64 + width)
         fast_path.is_recording = self.recording.is_recording
         fast_path.open(bits, 1 + 2 * num_words)
         try:
@@ -289,7 +291,9 @@ class Background:
     def _take_over(self, fast_path: FastPath) -> Begun:
         """Go on with the call that a caller has begun."""
         begun = fast_path.begun
-        self._admit([fast_path.take_over(self.queue)])
+        entry = fast_path.take_over(self.queue)
+        assert entry is not None
+        self._admit([entry])
         if begun == Begun.FAILED:
             fast_path.complete_exchange(self._pause)  # raises
         return begun
@@ -618,19 +622,28 @@ class Background:
             return refused
 
         self.queue.close(refusal)
-        for entry in self.queue.drain():
-            self._pending[entry.request.key] = entry
-        for key in list(self._pending):
-            failure = error
-            if isinstance(error, NotInitializedError):
-                failure = PeerFailedError(f"{key}: still waited for when the job ended: {reason}")
-                failure.is_final = is_final
-            self._fail(key, failure)
+        self._fail_all(error)
         self._end_gpus(reason)
         try:
             self.recording.close(type(error).__name__, reason)
         except Exception:
             _log.exception("the timeline cannot be finished")  # what follows, the end of the job, matters more
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Nothing that is in flight here will come."""
+        fast_path = self._fast_path
+        if fast_path is not None and fast_path.begun and threading.current_thread() is self._thread:  # so no caller is in
+            left = fast_path.take_over(self.queue)
+            if left is not None:
+                self._pending[left.request.key] = left
+        for entry in self.queue.drain():
+            self._pending[entry.request.key] = entry
+        for key in list(self._pending):
+            failure = error
+            if isinstance(error, NotInitializedError):
+                failure = PeerFailedError(f"{key}: still waited for when the job ended: {error}")
+                failure.is_final = getattr(error, "is_final", False)
+            self._fail(key, failure)
 
     def _end_gpus(self, reason: str) -> None:
         """Streams come to their end: in good order, or because what they wait for is given up."""

@@ -81,8 +81,8 @@ class TensorQueue:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._uses: dict[Key, NameUse] = {}
-        #: By thread, the call that it makes without the background thread.
-        self._offers: dict[int, TensorEntry] = {}
+        #: The calls that threads make without the background thread, by ticket, and which thread that is.
+        self._offers: dict[int, tuple[int, TensorEntry]] = {}
         self._prune_at = _MANY_USES
         self._num_waiting = 0
         self._closed_by: Callable[[], BaseException] | None = None
@@ -122,10 +122,10 @@ class TensorQueue:
         if not self._offers:  # in most cases
             return False
         own = threading.get_ident()
-        return any(thread != own and entry.request.key == key for thread, entry in list(self._offers.items()))
+        return any(thread != own and entry.request.key == key for thread, entry in list(self._offers.values()))
 
-    def offer(self, thread: int, entry: TensorEntry) -> bool:
-        """Note the call that a thread is about to make without the background thread; False: ``add`` has to look at its name.
+    def offer(self, ticket: int, entry: TensorEntry) -> bool:
+        """Note the call that this thread is about to make without the background thread; False: ``add`` has to look at its name.
 
         Raises: the closing error after ``close``.
         """
@@ -136,17 +136,19 @@ class TensorQueue:
             use = self._uses.get(key)
             if (use is not None and not _is_over(use)) or self._is_offered(key):
                 return False
-            self._offers[thread] = entry
+            self._offers[ticket] = threading.get_ident(), entry
         return True
 
-    def withdraw(self, thread: int) -> None:
-        """The thread's call is over, or was not begun."""
-        self._offers.pop(thread, None)  # one step
+    def withdraw(self, ticket: int) -> None:
+        """The call is over, or was not begun."""
+        self._offers.pop(ticket, None)  # one step
 
-    def adopt(self, thread: int) -> TensorEntry:
-        """Take over the call that a thread has begun: its name is in flight like any other."""
+    def adopt(self, ticket: int) -> TensorEntry | None:
+        """Take over a call that a thread has begun: its name is in flight like any other. None where that has been done."""
         with self._lock:
-            entry = self._offers.pop(thread)
+            _, entry = self._offers.pop(ticket, (0, None))
+            if entry is None:
+                return None
             # Other ranks count on it: whoever took the name since an interrupt is refused when the entry comes.
             entry.handle.use = self._uses[entry.request.key] = NameUse(self._forget)
         return entry

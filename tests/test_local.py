@@ -10,7 +10,9 @@ import pytest
 from ranks import Rank, run_ranks
 
 from hvdlite import adapters, background
+from hvdlite.collectives import allreduce
 from hvdlite.config import Config
+from hvdlite.control import base as control
 from hvdlite.control.local import LocalGroup
 from hvdlite.dataplane.halves import SEGMENT_ELEMENTS
 from hvdlite.errors import (
@@ -21,11 +23,14 @@ from hvdlite.errors import (
     NotInitializedError,
     PeerFailedError,
     StalledError,
+    TransportError,
     WaitTimeoutError,
 )
-from hvdlite.message import ReduceOp
+from hvdlite.handle import Handle
+from hvdlite.message import Key, ReduceOp, Request
 from hvdlite.optimizer import GradientExchange, GradientSpec
 from hvdlite.runtime import Runtime
+from hvdlite.tensor_queue import TensorEntry
 
 FAST = Config(heartbeat_ms=5)
 
@@ -442,3 +447,32 @@ def test_a_bucket_never_spans_kinds_of_devices():
         assert sorted(map(sorted, exchange._buckets)) == [[0, 3], [1, 2]]
 
     run_ranks(1, body)
+
+
+def test_a_call_that_was_handed_over_fails_with_the_job():
+    """Its caller waits; until it is taken over it is in no list of the background thread's."""
+    class Begun:
+        begun = control.Begun.AGREEING
+
+        def take_over(self, queue):
+            return queue.adopt(7)
+
+    for is_adopted in (False, True):
+        loop = Runtime.local(LocalGroup(1), 0).background
+        loop._fast_path, loop._thread = Begun(), threading.current_thread()
+        key = Key(0, "allreduce", "left")
+        entry = TensorEntry(Request(key, ("float32",), ((1,),)), (), (), Handle(key), lambda entry: None)
+        assert loop.queue.offer(7, entry)
+        if is_adopted:
+            loop._pending[key] = loop.queue.adopt(7)
+        loop._end(TransportError("the link is gone"))
+        with pytest.raises(TransportError, match="link is gone"):
+            entry.handle.wait(1)
+        assert not loop.queue._offers and not loop._pending
+
+
+def test_what_a_user_wants_to_hear_of_from_numpy_is_not_heard_from_an_allreduce():
+    halves = np.array([5e-324])
+    with np.errstate(all="raise"):
+        allreduce.finish(halves, Request(Key(0, "allreduce", "a"), ("float64",), ((1,),), ReduceOp.Average.value), 2)
+    assert halves[0] == 0.0

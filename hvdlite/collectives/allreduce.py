@@ -139,8 +139,8 @@ def combine(
 def finish(target: np.ndarray, request: Request, num_ranks: int) -> None:
     """What ``combine`` does after the sum over ``num_ranks`` ranks: average and postscale. Any thread."""
     divisor = unscaled_op(request.op, num_ranks)[1]
-    if request.postscale == 1.0:
-        scale(target, target, 1.0, divisor)  # which never warns
+    if request.postscale == 1.0 and divisor == 1:
         return
+    # Whatever the calling thread wants to hear of otherwise: the background thread would have said nothing.
     with np.errstate(all="ignore"):
         scale(target, target, request.postscale, divisor)

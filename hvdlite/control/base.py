@@ -123,8 +123,8 @@ class FastPath(Protocol):
     def begun(self) -> Begun:
         """How far the call came that was handed over, if there is one."""
 
-    def take_over(self, queue: TensorQueue) -> TensorEntry:
-        """Its entry, in flight like any other from now on."""
+    def take_over(self, queue: TensorQueue) -> TensorEntry | None:
+        """Its entry, in flight like any other from now on; None where it is so already."""
 
     def agree(self, pause: Callable[[float], bool], waited_s: float) -> int:
         """Its agreement, as from ``ControlPlane.agree``."""

@@ -17,7 +17,7 @@ because each rank notes its own calls in the order of its cycles (``finished``) 
 from __future__ import annotations
 
 import ctypes
-import threading
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,14 +58,15 @@ _BUSY, _LEFT = -1, -2
 (
     _OWNER, _VERSION, _BEGUN, _TICKET, _CALLS, _NOTED, _NOTES, _ERROR, _NUM_WORDS, _SENT, _RECEIVED, _AGREEMENT, _EXCHANGE, _FLAG,
     _COMMUNICATOR, _SUM, _IN_PLACE, _STATUS, _START, _TEST, _IALLREDUCE, _CLOCK_GETTIME, _YIELD, _CLOCK, _SECONDS, _NANOSECONDS,
+    _CLOSING,  # the background thread wants to be the owner: who is in is the last one
     _DATATYPES,  # one word for each of _DTYPES
-) = range(27)
+) = range(28)
 
 _DTYPES = ("float32", "float64", "int32", "int64")
 _CODES = {name: code for code, name in enumerate(_DTYPES)}
 _OPS = frozenset((ReduceOp.Average.value, ReduceOp.Sum.value))
 _NUM_CELLS = _DATATYPES + len(_DTYPES)
-#: Of one call: its thread and slot, and when it was made, began to agree, was agreed, and ended.
+#: Of one call: its ticket and slot, and when it was made, began to agree, was agreed, and ended.
 _NOTE_WORDS = 6
 
 # Compiled code knows plain integers only.
@@ -168,7 +169,7 @@ def _run(cells: int, ticket: int, version: int, slot: int, tensor: int, count: i
     if not _swap(owner, _NOBODY, _CALLER):
         return _BUSY
     number = c[_CALLS]
-    if c[_VERSION] != version or number - c[_NOTED] >= _NUM_NOTES:
+    if c[_VERSION] != version or c[_CLOSING] or number - c[_NOTED] >= _NUM_NOTES:
         _swap(owner, _CALLER, _NOBODY)
         return _BUSY
     num_words = c[_NUM_WORDS]
@@ -220,6 +221,11 @@ def _take(cells: int) -> bool:
     return _swap(owner, _NOBODY, _BACKGROUND) or _swap(owner, _HANDED_OVER, _BACKGROUND)
 
 
+def _give(cells: int) -> bool:
+    """Let callers in, who then see all that the background thread has written before."""
+    return _swap(cells + 8 * _OWNER, _BACKGROUND, _NOBODY)
+
+
 class MpiFastPath:
     """The calls that need no background thread, over the communicators of a control plane and a data plane."""
 
@@ -232,10 +238,12 @@ class MpiFastPath:
         self._notes = np.zeros((_NUM_NOTES, _NOTE_WORDS), np.int64)
         self._address = self._words.ctypes.data
         self._kept: list[Any] = [communicator, mpi.Status()]
-        self._run, self._take = self._compiled(_run, 8), self._compiled(_take, 1)
+        self._run, self._take, self._give = self._compiled(_run, 8), self._compiled(_take, 1), self._compiled(_give, 1)
+        # One number for each call, because a signal's handler may make one in the middle of another.
+        self._tickets = itertools.count(1)
         self._agreement: Any = None
-        #: Of calls that are to be recorded, by thread and when they were made.
-        self._recorded: dict[tuple[int, int], TensorEntry] = {}
+        #: Of calls that are to be recorded, by ticket.
+        self._recorded: dict[int, TensorEntry] = {}
         self.is_recording = False
         try:
             library = ctypes.CDLL(mpi.__file__)  # finds what this module of mpi4py is linked to, whichever MPI that is
@@ -278,28 +286,33 @@ class MpiFastPath:
 
     def run(self, entry: TensorEntry, slots: SlotTable, queue: TensorQueue) -> Outcome:
         cells = self._cells
-        if cells[_OWNER] != _NOBODY:
+        if cells[_OWNER] != _NOBODY or cells[_CLOSING]:
             return Outcome.NOTHING
         code, version, slot = self._code(entry), cells[_VERSION], slots.matches(entry.request)
         if code is None or slot is None:
             return Outcome.NOTHING
-        thread = threading.get_ident()
-        if not queue.offer(thread, entry):
-            return Outcome.NOTHING
-        buffer, call = entry.inputs[0], (thread, entry.submitted_ns)
-        is_recording = self.is_recording
-        if is_recording:
-            self._recorded[call] = entry
-        number = self._run(self._address, thread, version, slot, buffer.address, len(buffer.array), code, entry.submitted_ns)
-        if is_recording:
-            if number < 0:
-                self._recorded.pop(call, None)
-            else:
+        ticket = next(self._tickets)
+        try:
+            if not queue.offer(ticket, entry):
+                return Outcome.NOTHING
+            buffer, is_recording = entry.inputs[0], self.is_recording
+            if is_recording:
+                self._recorded[ticket] = entry
+            number = self._run(self._address, ticket, version, slot, buffer.address, len(buffer.array), code, entry.submitted_ns)
+            if is_recording:
+                if number < 0:
+                    self._recorded.pop(ticket, None)
+                else:
+                    queue.wake()
+            if number == _LEFT:
                 queue.wake()
-        if number == _LEFT:
+                return Outcome.BEGUN
+            queue.withdraw(ticket)
+        except BaseException:  # of a signal's handler, most likely right after the compiled code
+            if cells[_TICKET] != ticket or not cells[_BEGUN]:  # else it was handed over, and is in flight
+                queue.withdraw(ticket)
             queue.wake()
-            return Outcome.BEGUN
-        queue.withdraw(thread)
+            raise
         return Outcome.NOTHING if number < 0 else Outcome.DONE
 
     def open(self, bits: int, num_words: int) -> None:
@@ -313,11 +326,13 @@ class MpiFastPath:
             cells[_NUM_WORDS] = (num_words - 1) // 2
             cells[_SENT], cells[_RECEIVED] = self._control.addresses()
         cells[_VERSION] += 1
-        cells[_OWNER] = _NOBODY
+        cells[_CLOSING] = 0
+        self._give(self._address)
 
     def close(self) -> None:
         if self._cells[_OWNER] == _BACKGROUND:
             return
+        self._cells[_CLOSING] = 1
         while not self._take(self._address):
             time.sleep(_LOOK_AGAIN_S)
 
@@ -329,15 +344,15 @@ class MpiFastPath:
     def finished(self) -> Iterator[Note]:
         cells = self._cells
         for number in range(cells[_NOTED], cells[_CALLS]):
-            thread, slot, made_ns, *times_ns = self._notes[number % _NUM_NOTES].tolist()
-            yield Note(slot, self._recorded.pop((thread, made_ns), None), made_ns, *times_ns)
+            ticket, slot, made_ns, *times_ns = self._notes[number % _NUM_NOTES].tolist()
+            yield Note(slot, self._recorded.pop(ticket, None), made_ns, *times_ns)
         cells[_NOTED] = cells[_CALLS]
 
     @property
     def begun(self) -> Begun:
         return Begun(self._cells[_BEGUN])
 
-    def take_over(self, queue: TensorQueue) -> TensorEntry:
+    def take_over(self, queue: TensorQueue) -> TensorEntry | None:
         return queue.adopt(self._cells[_TICKET])
 
     def agree(self, pause: Callable[[float], bool], waited_s: float) -> int:

@@ -166,7 +166,7 @@ def test_a_signal_whose_handler_raises_at_any_moment_breaks_nothing(tmp_path):
             if hvdlite.rank() == 1:
                 done[:8] = struct.pack("q", step + 1)
     else:
-        reached = [0]
+        reached, offers = [0], default_runtime().background.queue._offers
 
         def handler(number, frame):
             raise Interrupted
@@ -196,6 +196,10 @@ def test_a_signal_whose_handler_raises_at_any_moment_breaks_nothing(tmp_path):
                     while time.monotonic() < deadline and struct.unpack("q", done[:8])[0] <= reached[0]:
                         time.sleep(0.01)
                     reached[0] = max(reached[0], struct.unpack("q", done[:8])[0])
+                    # Other threads may use the name again, whether or not this one makes another call.
+                    while offers and time.monotonic() < deadline + 5:
+                        time.sleep(0.001)
+                    assert not offers
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, former)
