@@ -736,8 +736,9 @@ def test_l23_the_launcher_is_light_and_adds_under_half_a_second():
     facts = json.loads(hvdrun(2, "true", options=["--dry-run", "--json"]).stdout)
     count = facts["starter"].index("-n")
     bare = [*facts["starter"][:count + 2], "true"]
-    # On a machine that takes long to start Python at all, as some in CI do, half a second is this many starts; it took 20.
-    allowed_s = max(0.5, 30 * min(taken_s([PYTHON, "-I", "-c", ""]) for _ in range(5)))
+    # In starts of Python beside it, because machines differ by three times in these: it takes 16 to 20. Where half a second was
+    # asked for, 25 are 0.3 to 0.45 s.
+    allowed_s = 25 * min(taken_s([PYTHON, "-I", "-c", ""]) for _ in range(10))
     # The best of several, because other programs may have the processors meanwhile.
     assert any(taken_s([*HVDRUN, "-np", "2", "true"]) - taken_s(bare) < allowed_s for _ in range(10))
 
